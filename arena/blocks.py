@@ -1,0 +1,498 @@
+"""The tensor arena: blocks in shared memory, lent to tensors and given back when their last view dies.
+
+Only the writer allocates. Segments are created as they are needed and live as long as the queue; inside them
+the first fit wins, lowest address first, because low pages are the ones that have been touched before.
+
+*Holds, not blocks, are given back.* One tensor may ride in two messages, so a generation per block would free
+it under the second. Each (message, block) pair is a hold with an id from a fixed table; when a reader's last
+view of that block from that message dies, the reader stores the hold's generation in its own word for that id.
+A block is free once every hold on it is back from every reader that was counted when it was sent, and the
+writer's own tensors over it are dead.
+
+*The reader's callback* runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock.
+So it is one aligned store, and the writer looks for it when it next needs room.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from arena import layout, memory
+from arena.errors import CorruptFrame, OutOfMemory
+from arena.layout import round_up
+from arena.memory import Mapping, Segment, Words
+from arena.peers import MAX_SEGMENTS, Seat
+from arena.probe import Probe
+from arena.state import Block as BlockState
+from arena.state import Peer, move
+
+_HEADROOM_SHARE: Final = 2  # a new segment may take at most 1/2 of what the host or cgroup has left
+_LENT_BIT: Final = 1 << 63
+
+_fork_epoch = 0
+
+
+def _note_fork() -> None:
+    """Disarm every callback that the child inherited: the bytes are its parent's to give back."""
+    global _fork_epoch
+    _fork_epoch += 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class NoRoom(Exception):
+    """No block to be had; `reason` is one of FALLBACK_REASONS. Never leaves Arena: it becomes a fallback."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+# ── free ranges ──────────────────────────────────────────────────────────────────────────────────
+class FreeList:
+    """The free ranges of one segment, sorted and merged."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self, nbytes: int) -> None:
+        self._starts = [0]
+        self._ends = [nbytes]
+
+    def take(self, nbytes: int) -> int | None:
+        """The lowest offset where `nbytes` fit, now taken; None if they fit nowhere."""
+        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= nbytes:
+                if end - start == nbytes:
+                    del self._starts[index], self._ends[index]
+                else:
+                    self._starts[index] = start + nbytes
+                return start
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Return a range, merging it with its neighbours."""
+        end = offset + nbytes
+        index = bisect.bisect_left(self._starts, offset)
+        joins_next = index < len(self._starts) and self._starts[index] == end
+        joins_last = index > 0 and self._ends[index - 1] == offset
+        if joins_last and joins_next:
+            self._ends[index - 1] = self._ends.pop(index)
+            del self._starts[index]
+        elif joins_last:
+            self._ends[index - 1] = end
+        elif joins_next:
+            self._starts[index] = offset
+        else:
+            self._starts.insert(index, offset)
+            self._ends.insert(index, end)
+
+    @property
+    def largest(self) -> int:
+        """The largest free range."""
+        return max((end - start for start, end in zip(self._starts, self._ends, strict=True)), default=0)
+
+    @property
+    def total(self) -> int:
+        """All free bytes."""
+        return sum(self._ends) - sum(self._starts)
+
+
+class PoolSegment:
+    """One segment of the arena, at the writer."""
+
+    __slots__ = ("cold_from", "free", "number", "segment")
+
+    def __init__(self, number: int, segment: Segment) -> None:
+        self.number = number
+        self.segment = segment
+        self.free = FreeList(segment.nbytes)
+        self.cold_from = 0  # no block has reached this offset yet, so its pages do not exist
+
+
+# ── what the writer keeps ────────────────────────────────────────────────────────────────────────
+class Block:
+    """A range of a segment in use."""
+
+    __slots__ = ("entry", "holds", "nbytes", "offset", "segment", "state")
+
+    def __init__(self, segment: PoolSegment, offset: int, nbytes: int, entry: int) -> None:
+        self.segment = segment
+        self.offset = offset
+        self.nbytes = nbytes
+        self.entry = entry
+        self.holds = 0
+        self.state = BlockState.FREE
+
+    def view(self, nbytes: int | None = None) -> memoryview:
+        """The writer's bytes of it."""
+        return self.segment.segment.mapping.view(self.offset, self.nbytes if nbytes is None else nbytes)
+
+
+class Hold:
+    """One block in one message, and who must give it back."""
+
+    __slots__ = ("block", "generation", "number", "offset", "nbytes", "seats", "sequence")
+
+    def __init__(self, number: int, generation: int, block: Block, offset: int, nbytes: int) -> None:
+        self.number = number
+        self.generation = generation
+        self.block = block
+        self.offset = offset
+        self.nbytes = nbytes
+        self.seats: list[Seat] = []
+        self.sequence = 0
+
+    def words(self) -> tuple[int, int, int, int, int]:
+        """As it travels: segment, offset, bytes, id, generation."""
+        return self.block.segment.number, self.offset, self.nbytes, self.number, self.generation
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """Settings of the arena; see QueueConfig."""
+
+    max_arena_bytes: int
+    segment_bytes: int
+    max_holds: int
+    prefault: bool
+    huge_pages: bool
+    peers_may_write: bool
+
+
+class BlockPool:
+    """The writer's arena. Not thread-safe: the endpoint's lock guards it; callbacks only append to a deque."""
+
+    def __init__(
+        self,
+        name: str,
+        limits: PoolLimits,
+        probe: Probe | None,
+        hand_over: Callable[[PoolSegment], bool],
+    ) -> None:
+        self._name = name
+        self._limits = limits
+        self._probe = probe
+        self._hand_over = hand_over
+        self.segments: list[PoolSegment] = []
+        self._free_holds = list(range(limits.max_holds - 1, -1, -1))
+        self._outstanding: dict[int, Hold] = {}
+        self._generation = 0
+        self._entries: dict[int, Block] = {}
+        self._free_entries: list[int] = []
+        self._next_entry = 0
+        self._dropped: deque[Block] = deque()
+        self.used_bytes = 0
+        self.used_max_bytes = 0
+        self.size_bytes = 0
+        self.reclaimed = 0
+        self._next_number = 1  # 0 is the ring's
+        if limits.prefault and limits.max_arena_bytes:
+            self._grow(min(limits.segment_bytes, limits.max_arena_bytes))
+
+    # ── lend ─────────────────────────────────────────────────────────────────────────────────────
+    def lend(self, nbytes: int) -> Block:
+        """A block of at least `nbytes`, which the caller writes to and then holds or drops.
+
+        Raises:
+            NoRoom: with the reason.
+        """
+        limit = self._limits.max_arena_bytes
+        if limit == 0:
+            raise NoRoom("disabled")
+        wanted = max(round_up(nbytes, layout.BLOCK_ALIGN), layout.BLOCK_ALIGN)
+        if wanted > limit:
+            raise NoRoom("too_large")
+        self.collect()
+        block = self._first_fit(wanted)
+        if block is None:
+            self._grow(wanted)
+            block = self._first_fit(wanted)
+            assert block is not None, "a new segment holds what it was made for"
+        self._warm(block)
+        block.state = move(block.state, "lend")
+        self.used_bytes += block.nbytes
+        self.used_max_bytes = max(self.used_max_bytes, self.used_bytes)
+        self._show(block)
+        return block
+
+    def drop(self, block: Block) -> None:
+        """The writer's own use of a block is over."""
+        self._move(block, "drop")
+
+    def export(self, block: Block) -> memoryview:
+        """The block's bytes for a tensor of the writer's; the tensor's death drops the block."""
+        mapping = block.segment.segment.mapping
+        return mapping.export(block.offset, block.nbytes, _append_unless_forked, self._dropped, block, _fork_epoch)
+
+    def find(self, address: int, nbytes: int) -> tuple[Block, int] | None:
+        """The block that an address range of this process lies in, and the offset in its segment."""
+        for pool_segment in self.segments:
+            offset = address - pool_segment.segment.mapping.address
+            if 0 <= offset < pool_segment.segment.nbytes:
+                for block in self._entries.values():
+                    if block.segment is pool_segment and block.offset <= offset:
+                        if offset + nbytes <= block.offset + block.nbytes:
+                            return block, offset
+        return None
+
+    # ── hold ─────────────────────────────────────────────────────────────────────────────────────
+    def hold(self, block: Block, offset: int, nbytes: int) -> Hold:
+        """Prepare to send part of a block. `send` or `unhold` follows.
+
+        Raises:
+            NoRoom: the hold table is full.
+        """
+        if not self._free_holds:
+            self.collect()
+        if not self._free_holds:
+            raise NoRoom("holds_exhausted")
+        self._generation += 1
+        hold = Hold(self._free_holds.pop(), self._generation, block, offset, nbytes)
+        self._move(block, "hold")
+        block.holds += 1
+        return hold
+
+    def send(self, hold: Hold, sequence: int, seats: list[Seat]) -> None:
+        """The message is about to be published as `sequence` to `seats`: from now on the hold is theirs."""
+        hold.sequence = sequence
+        hold.seats = seats
+        self._outstanding[hold.number] = hold
+        self._show(hold.block)
+
+    def unhold(self, hold: Hold) -> None:
+        """Take back a hold that nobody will see, or that everybody returned."""
+        self._outstanding.pop(hold.number, None)
+        self._free_holds.append(hold.number)
+        hold.block.holds -= 1
+        if not hold.block.holds:
+            self._move(hold.block, "return")
+        else:
+            self._show(hold.block)
+
+    def collect(self) -> None:
+        """Take back what readers gave back, what the dead held, and what the writer's own tensors left."""
+        while self._dropped:
+            self.drop(self._dropped.popleft())
+        for hold in [hold for hold in self._outstanding.values() if self._is_back(hold)]:
+            self.unhold(hold)
+
+    @property
+    def holds_used(self) -> int:
+        """Holds not back yet."""
+        return len(self._outstanding)
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The largest block that fits without a new segment."""
+        return max((segment.free.largest for segment in self.segments), default=0)
+
+    def holders(self) -> dict[int, int]:
+        """Bytes that each rank holds."""
+        held: dict[int, int] = {}
+        for hold in list(self._outstanding.values()):
+            for seat in hold.seats:
+                if not self._returned(hold, seat):
+                    held[seat.rank] = held.get(seat.rank, 0) + hold.block.nbytes
+        return held
+
+    def close(self) -> None:
+        """Close the segments' fds. Tensors over them stay valid until they die."""
+        for pool_segment in self.segments:
+            pool_segment.segment.close()
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+    def _first_fit(self, wanted: int) -> Block | None:
+        for pool_segment in self.segments:
+            offset = pool_segment.free.take(wanted)
+            if offset is not None:
+                entry = self._free_entries.pop() if self._free_entries else self._next_entry
+                self._next_entry = max(self._next_entry, entry + 1)
+                block = Block(pool_segment, offset, wanted, entry)
+                self._entries[entry] = block
+                return block
+        return None
+
+    def _grow(self, wanted: int) -> None:
+        limit = self._limits.max_arena_bytes
+        size = max(self._limits.segment_bytes, wanted)
+        if size >= layout.HUGE_PAGE:
+            size = round_up(size, layout.HUGE_PAGE)
+        if self.size_bytes + size > limit:
+            size = wanted
+        if self.size_bytes + size > limit:
+            free = limit - self.size_bytes + sum(segment.free.total for segment in self.segments)
+            raise NoRoom("arena_fragmented" if free >= wanted else "arena_full")
+        if len(self.segments) >= MAX_SEGMENTS:
+            raise NoRoom("arena_fragmented")
+        if size > memory.headroom_bytes() // _HEADROOM_SHARE:
+            raise NoRoom("memory_headroom")
+        pool_segment = self._create(size)
+        if not self._hand_over(pool_segment):
+            pool_segment.segment.close()
+            raise NoRoom("memory_headroom")
+        self.segments.append(pool_segment)
+        self.size_bytes += size
+
+    def _create(self, size: int) -> PoolSegment:
+        try:
+            segment = Segment.create(self._name, size, peers_may_write=self._limits.peers_may_write)
+        except (OSError, OutOfMemory):
+            raise NoRoom("memory_headroom") from None
+        pool_segment = PoolSegment(self._next_number, segment)
+        self._next_number += 1
+        if self._limits.prefault:
+            self._make_pages(pool_segment, size)
+        return pool_segment
+
+    def _warm(self, block: Block) -> None:
+        """Give a block that reaches into untouched memory huge pages, while no reader has seen them.
+
+        Only where the block fills them: a small one would pay for 2 MiB it does not use.
+        """
+        pool_segment, end = block.segment, block.offset + block.nbytes
+        if end <= pool_segment.cold_from:
+            return
+        if self._limits.huge_pages and end - pool_segment.cold_from >= layout.HUGE_PAGE:
+            self._make_pages(pool_segment, end)
+        else:
+            pool_segment.cold_from = end
+
+    def _make_pages(self, pool_segment: PoolSegment, end: int) -> None:
+        mapping, size = pool_segment.segment.mapping, pool_segment.segment.nbytes
+        start = round_up(pool_segment.cold_from, layout.HUGE_PAGE)
+        end_of_huge = min(round_up(end, layout.HUGE_PAGE), size // layout.HUGE_PAGE * layout.HUGE_PAGE)
+        pool_segment.cold_from = max(end, end_of_huge)
+        if self._limits.huge_pages and end_of_huge > start:
+            if not mapping.collapse(start, end_of_huge - start) and self._probe is not None:
+                self._probe.count(self._probe.word("collapse_failures_total"))
+        if self._limits.prefault:
+            mapping.populate(0, size)
+
+    def _is_back(self, hold: Hold) -> bool:
+        return all(self._returned(hold, seat) for seat in hold.seats)
+
+    def _returned(self, hold: Hold, seat: Seat) -> bool:
+        # SYNC POINT block-reusable (observe): the reader's last access came before its store
+        if seat.returned[hold.number] == hold.generation:
+            return True
+        if seat.state is Peer.LEFT:
+            if seat.consumed <= hold.sequence:
+                return True  # it left without having read this message
+            if seat.process is not None and seat.process.is_alive() is False:
+                return self._reclaim()
+        return seat.state is Peer.DEAD and self._reclaim()
+
+    def _reclaim(self) -> bool:
+        self.reclaimed += 1
+        if self._probe is not None:
+            self._probe.count(self._probe.word("holds_reclaimed_total", "reader_died"))
+        return True
+
+    def _move(self, block: Block, event: str) -> None:
+        block.state = move(block.state, event)
+        if block.state is BlockState.FREE:
+            self.used_bytes -= block.nbytes
+            block.segment.free.give(block.offset, block.nbytes)
+            del self._entries[block.entry]
+            self._free_entries.append(block.entry)
+        self._show(block)
+
+    def _show(self, block: Block) -> None:
+        """Keep the block table of the probe page true."""
+        if self._probe is None:
+            return
+        if block.state is BlockState.FREE:
+            self._probe.block(block.entry, 0, 0, 0, 0)
+            return
+        holders = _LENT_BIT if block.state in (BlockState.LENT, BlockState.LENT_AND_HELD) else 0
+        if block.holds:
+            for hold in self._outstanding.values():
+                if hold.block is block:
+                    for seat in hold.seats:
+                        holders |= (1 << seat.rank) if seat.rank < 63 else 0
+        self._probe.block(block.entry, block.segment.number, block.offset, block.nbytes, holders)
+
+
+def _append_unless_forked(dropped: deque[Block], block: Block, epoch: int) -> None:
+    if epoch == _fork_epoch:
+        dropped.append(block)
+
+
+# ── what a reader borrows ────────────────────────────────────────────────────────────────────────
+class Borrower:
+    """A reader's end of the arena: maps segments as frames name them, and gives holds back."""
+
+    def __init__(
+        self,
+        take_segment: Callable[[int], tuple[int, int] | None],
+        returned: Words,
+        max_holds: int,
+        *,
+        views: str,
+    ) -> None:
+        self._take_segment = take_segment
+        self._returned = returned
+        self._max_holds = max_holds
+        self._views = views
+        self._mappings: dict[int, Mapping] = {}
+
+    def borrow(self, words: tuple[int, int, int, int, int]) -> memoryview:
+        """The bytes of a hold. When the last view of them dies, the hold is given back.
+
+        Raises:
+            CorruptFrame: the hold names memory that does not exist.
+        """
+        number, offset, nbytes, hold, generation = words
+        self._check_hold(hold, generation)
+        mapping = self._mapping(number)
+        return mapping.export(offset, nbytes, _give_back, self._returned, hold, generation, _fork_epoch)
+
+    def peek(self, words: tuple[int, int, int, int, int]) -> memoryview:
+        """The bytes of a hold that `give_back` will return by hand; read-only."""
+        number, offset, nbytes, hold, generation = words
+        self._check_hold(hold, generation)
+        return self._mapping(number).view(offset, nbytes).toreadonly()
+
+    def give_back(self, words: tuple[int, int, int, int, int]) -> None:
+        """Return a hold now."""
+        _, _, _, hold, generation = words
+        if hold < self._max_holds:
+            _give_back(self._returned, hold, generation, _fork_epoch)
+
+    def _check_hold(self, hold: int, generation: int) -> None:
+        if hold >= self._max_holds or generation == 0:
+            raise CorruptFrame(
+                "a frame names a hold that does not exist",
+                expected=f"a hold below {self._max_holds} and a generation above 0",
+                found=f"hold {hold}, generation {generation}",
+                remedy="something else wrote into the ring; shut the queue down and start both ends anew",
+            )
+
+    def _mapping(self, number: int) -> Mapping:
+        mapping = self._mappings.get(number)
+        if mapping is None:
+            handed_over = self._take_segment(number)
+            if handed_over is None:
+                raise CorruptFrame(
+                    f"a frame names segment {number}, which was never handed over",
+                    expected="the writer to push a segment before it publishes a frame that names it",
+                    found="no such segment on the attach socket",
+                    remedy="something else wrote into the ring; shut the queue down and start both ends anew",
+                )
+            nbytes, fd = handed_over
+            segment = Segment.attach(fd, nbytes, writable=self._views == "shared")
+            segment.close()
+            mapping = self._mappings[number] = segment.mapping
+        return mapping
+
+
+def _give_back(returned: Words, hold: int, generation: int, epoch: int) -> None:
+    if epoch == _fork_epoch:
+        # SYNC POINT block-reusable (publish): the last view is dead before this store is seen
+        returned[hold] = generation

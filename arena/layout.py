@@ -1,0 +1,136 @@
+"""Every byte that two processes share, in one place.
+
+Nothing else in Arena knows an offset. Two kinds of segment are laid out here; probe pages, which only
+observers read, are laid out in :mod:`arena.probe.page`.
+
+*Ring segment*: owned by the writer, who alone maps it writable. One header page, then the slots::
+
+    0      magic, version, geometry (written once, before the segment is handed over)
+    1024   writer words, one cache-line pair each
+    2048   one word per rank: the first sequence that this rank's present incarnation takes part in
+    4096   slots x slot_bytes; a slot is a 64-byte frame header and the payload
+
+*Control segment*: one per reader incarnation, owned by that reader, who alone maps it writable::
+
+    0      magic, version, rank, pid
+    1024   reader words, one cache-line pair each
+    4096   when each slot was last released (slots words), then the holds given back (max_holds words)
+
+Every participant's words sit 128 bytes apart: x86 prefetches cache lines in pairs, so 64 would still
+let two owners fight for one pair (the same spacing as Aeron's counters).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+WORD: Final = 8
+PAGE: Final = 4096
+HUGE_PAGE: Final = 2 << 20
+LINE_WORDS: Final = 16
+
+VERSION: Final = 1
+RING_MAGIC: Final = 0x4152454E_41524E47  # "ARENARNG"
+CONTROL_MAGIC: Final = 0x4152454E_4143544C  # "ARENACTL"
+FRAME_MAGIC: Final = 0x2B992DDF  # 30 bits, so that the check word stays a small int
+
+# ── identity words, at the head of both segments ─────────────────────────────────────────────────
+IDENTITY_MAGIC: Final = 0
+IDENTITY_VERSION: Final = 1
+IDENTITY_PID: Final = 2
+IDENTITY_RANK: Final = 3
+IDENTITY_SLOTS: Final = 4
+IDENTITY_SLOT_BYTES: Final = 5
+IDENTITY_HOLDS: Final = 6
+IDENTITY_WORDS: Final = 7
+
+# ── writer words, in the ring segment ────────────────────────────────────────────────────────────
+LIVE_OFFSET: Final = 1024
+PUBLISHED: Final = 0 * LINE_WORDS  # frames published so far; the futex that readers park on
+WRITER_PARKED: Final = 1 * LINE_WORDS  # 0, or 1 + the rank whose CONSUMED the writer sleeps on
+WRITER_CLOSED: Final = 2 * LINE_WORDS  # 1 once the queue was shut down in an orderly way
+READY: Final = 3 * LINE_WORDS  # 1 once every expected reader has attached
+WRITER_WORDS: Final = 4 * LINE_WORDS
+
+RANKS_OFFSET: Final = 2048
+MAX_READERS: Final = 256
+NOT_ADMITTED: Final = (1 << 64) - 1  # no first sequence yet: this incarnation waits for the writer
+
+SLOTS_OFFSET: Final = PAGE
+
+# ── reader words, in the control segment ─────────────────────────────────────────────────────────
+CONSUMED: Final = 0 * LINE_WORDS  # frames released so far; the futex that the writer parks on
+READER_PARKED: Final = 1 * LINE_WORDS  # 1 while the reader sleeps on PUBLISHED
+READER_CLOSED: Final = 2 * LINE_WORDS  # 1 once the reader left in an orderly way
+READER_WORDS: Final = 3 * LINE_WORDS
+
+RELEASED_OFFSET: Final = PAGE
+
+# ── frames ───────────────────────────────────────────────────────────────────────────────────────
+# check, length | kind << 32 | flags << 40, enqueue time (CLOCK_MONOTONIC ns), sequence; then three
+# opaque words of trace context and one to spare.
+FRAME_HEADER: Final = "QQQQ"
+FRAME_HEADER_BYTES: Final = 32
+FRAME_TRACE: Final = "QQQ"
+FRAME_TRACE_OFFSET: Final = 32
+PAYLOAD_OFFSET: Final = 64
+
+KIND_SHIFT: Final = 32
+KIND_INLINE: Final = 1  # the payload is one pickle
+KIND_TABLE: Final = 2  # the payload is a buffer table, small buffers and a pickle
+KIND_BLOCK: Final = 3  # the payload is one hold; the block holds what a TABLE payload would
+KIND_FRAGMENT: Final = 4  # a piece of a TABLE payload: total, offset, first sequence, bytes
+KIND_ABORT: Final = 5  # discard the pieces so far: the message will not be completed
+KINDS: Final = (KIND_INLINE, KIND_TABLE, KIND_BLOCK, KIND_FRAGMENT, KIND_ABORT)
+FLAG_TRACED: Final = 1 << 40
+LENGTH_MASK: Final = (1 << 32) - 1
+KIND_MASK: Final = 0xFF
+
+FRAGMENT_HEADER: Final = "QQQ"
+FRAGMENT_HEADER_BYTES: Final = 24
+
+# ── blocks ───────────────────────────────────────────────────────────────────────────────────────
+BLOCK_ALIGN: Final = PAGE
+# A hold as it travels in a frame: segment, offset, bytes, hold id, generation.
+HOLD: Final = "QQQQQ"
+HOLD_BYTES: Final = 40
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The numbers both sides must agree on; travels in the handle and in the ring's identity words."""
+
+    slots: int
+    slot_bytes: int
+    max_holds: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of payload that fit one slot."""
+        return self.slot_bytes - PAYLOAD_OFFSET
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of the ring segment."""
+        return SLOTS_OFFSET + self.slots * self.slot_bytes
+
+    @property
+    def returned_offset(self) -> int:
+        """Where the words of given-back holds start in a control segment."""
+        return RELEASED_OFFSET + self.slots * WORD
+
+    @property
+    def control_bytes(self) -> int:
+        """Size of a reader's control segment."""
+        return round_up(self.returned_offset + self.max_holds * WORD, PAGE)
+
+
+def slot_of(sequence: int, slots: int) -> int:
+    """The slot that carries `sequence`. Sequences are never wrapped; only this helper folds them."""
+    return sequence % slots
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """`nbytes` rounded up to a whole number of `multiple`."""
+    return -(-nbytes // multiple) * multiple

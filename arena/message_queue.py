@@ -1,0 +1,350 @@
+"""`MessageQueue`: the public face of a queue, and what its two ends have in common.
+
+The story of one message is told in two files: `arena.writer` sends it, `arena.reader` takes it. Here is what
+both need around it: the lock, the states, closing, forking.
+
+One cheap lock guards an endpoint, so several threads may use it. Whoever enters twice in one thread, through
+a ``__reduce__``, a signal handler or a finaliser, gets an error rather than a deadlock. Nobody holds the lock
+against `shutdown`, `statistics` or the release of a block: these only leave a note and wake the waiter.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from arena.config import QueueConfig
+from arena.errors import HandleMismatch, QueueClosed, ReentrantUse, UseAfterFork, WrongEnd
+from arena.peers import Handle
+from arena.probe import Probe
+from arena.state import Endpoint, move
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+Warn = Callable[[str], None]
+
+__all__ = ["MessageQueue", "Statistics"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one endpoint knows of its queue, at one moment. Times in seconds, sizes in bytes.
+
+    A reader fills only what it can know: its own position, lag, waiting and errors. Without probes the counts
+    that only probes keep are 0.
+    """
+
+    name: str
+    role: str
+    state: str
+    published: int
+    consumed_by_reader: dict[int, int] = field(default_factory=dict)
+    lag_by_reader: dict[int, int] = field(default_factory=dict)
+    peers: dict[int, str] = field(default_factory=dict)
+    messages_by_path: dict[str, int] = field(default_factory=dict)
+    bytes_by_path: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    blocked_s_by_reader: dict[int, float] = field(default_factory=dict)
+    excess_s_by_reader: dict[int, float] = field(default_factory=dict)
+    blocked_full_s: float = 0.0
+    starved_s: float = 0.0
+    arena_used_bytes: int = 0
+    arena_used_max_bytes: int = 0
+    arena_size_bytes: int = 0
+    held_bytes_by_reader: dict[int, int] = field(default_factory=dict)
+    segments: int = 0
+    holds_used: int = 0
+    holds_reclaimed: int = 0
+    parks: int = 0
+    missed_wakes: int = 0
+
+
+class MessageQueue:
+    """A broadcast queue in shared memory: one writer, N readers, each of which gets every message, in order.
+
+    ``MessageQueue(n_reader)`` makes the queue and is its writer. `create_from_handle` makes a reader, in another
+    process or this one. Either end is a context manager that shuts down on leaving.
+
+    Example:
+        >>> queue = MessageQueue(n_reader=1)
+        >>> reader = MessageQueue.create_from_handle(queue.export_handle(), rank=0)
+        >>> queue.enqueue({"step": 1})
+        >>> reader.dequeue()
+        {'step': 1}
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MessageQueue:
+        if cls is MessageQueue:
+            from arena.writer import Writer
+
+            return object.__new__(Writer)
+        return object.__new__(cls)
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int | None = None,
+        *,
+        config: QueueConfig | None = None,
+        on_warning: Warn | None = None,
+    ) -> None:
+        """Create a queue and be its writer.
+
+        Args:
+            n_reader: how many readers are expected. They count from now on: nothing is lost before they attach.
+            n_local_reader: how many of them are on this host; all of them in this version.
+            config: settings; ``ARENA_*`` environment variables override them.
+            on_warning: called with one sentence when a wait turns into a stall. Must not use the queue.
+
+        Raises:
+            InvalidArgument: a number out of range.
+            RunDirectoryError: no usable run directory, or no room in it.
+            OutOfMemory: the kernel has no memory for the ring.
+        """
+        raise NotImplementedError  # pragma: no cover - `__new__` gives a Writer
+
+    def _begin(self, name: str, on_warning: Warn | None) -> None:
+        self.name = name
+        self._on_warning = on_warning
+        self._lock = threading.RLock()
+        self._busy = False  # a call is under way
+        self._attention = False  # something to see to before the next message
+        self._closing = False
+        self._state = Endpoint.NEW
+        self._probe: Probe | None = None
+        _endpoints.add(self)
+
+    # ── making ───────────────────────────────────────────────────────────────────────────────────
+    @staticmethod
+    def create_from_handle(
+        handle: Handle, rank: int, *, timeout: float | None = 60.0, on_warning: Warn | None = None
+    ) -> MessageQueue:
+        """Attach as reader `rank`. Needs nobody's attention at the writer.
+
+        Args:
+            handle: what `export_handle` gave.
+            rank: 0..n_reader-1, one process each. A rank whose process ended may be taken again; the new one
+                takes part from the next message on.
+            timeout: seconds to wait for the writer's process to answer; None for ever.
+            on_warning: see `MessageQueue`.
+
+        Raises:
+            HandleMismatch: another version, another queue, a wrong secret.
+            AttachRefused: no such rank, or it is taken.
+            PeerDied: the writer is dead.
+            QueueClosed: the queue is gone.
+            QueueTimeout: the writer's process did not answer.
+        """
+        from arena.reader import Reader
+
+        if not isinstance(handle, Handle):
+            raise HandleMismatch(
+                "that is not a queue's handle", expected="what export_handle() gave", found=type(handle).__name__
+            )
+        return Reader(handle, rank, timeout=timeout, on_warning=on_warning)
+
+    @staticmethod
+    def create_from_process_group(
+        group: torch.distributed.ProcessGroup | None,
+        *,
+        writer_rank: int = 0,
+        config: QueueConfig | None = None,
+        timeout: float | None = None,
+        on_warning: Warn | None = None,
+    ) -> MessageQueue:
+        """Collective over a torch.distributed group on one host: `writer_rank` writes, the others read.
+
+        Readers get ranks 0..world-2 in group order, the writer left out. Returns when everybody is attached.
+
+        Raises:
+            HandleMismatch: the group spans several hosts.
+            QueueTimeout: somebody is missing after `timeout` seconds.
+        """
+        from arena.group import create_from_process_group
+
+        return create_from_process_group(
+            group, writer_rank=writer_rank, config=config, timeout=timeout, on_warning=on_warning
+        )
+
+    # ── verbs ────────────────────────────────────────────────────────────────────────────────────
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+        """Send an object to every reader. Returns when it is in shared memory.
+
+        Readers see the bytes as they were at this call, whatever becomes of them after it; a tensor from `lend`
+        is the one exception.
+
+        Args:
+            obj: anything picklable. CPU tensors, numpy arrays and other large buffers are copied once, into shared
+                memory, and reach the readers without a further copy.
+            timeout: seconds to wait for a slot; None waits as long as it takes.
+
+        Raises:
+            QueueTimeout: the slowest reader did not release a slot in time. Nothing was sent.
+            PeerDied: a reader died since the last call (once per death). Nothing was sent; calling again goes on
+                without it.
+            NoReader: nobody is left.
+            MessageTooLarge: above ``max_message_bytes``.
+            EncodeFailed: the object can't be pickled.
+            QueueClosed: this end was shut down.
+        """
+        raise self._wrong_end("enqueue", "writer")
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """Take the next message.
+
+        Tensors in it are views of shared memory (see `QueueConfig.views`); the memory is given back when the last
+        view of it dies, be that a slice, a Parameter or a numpy alias.
+
+        Args:
+            timeout: seconds to wait; None waits as long as it takes.
+
+        Raises:
+            QueueTimeout: no message came in time. The next call waits for the same one.
+            PeerDied: the writer died, and everything it published has been taken.
+            QueueClosed: the writer shut the queue down, and everything was taken; or this end was shut down.
+            CorruptFrame: shared memory was overwritten by something else.
+            DecodeFailed: unpickling raised. The message is consumed.
+        """
+        raise self._wrong_end("dequeue", "reader")
+
+    def broadcast_object(self, obj: object = None) -> Any:
+        """`enqueue` at the writer, `dequeue` at a reader; returns the object at both."""
+        raise NotImplementedError
+
+    def lend(
+        self, shape: Any, dtype: torch.dtype, *, or_private: bool = False
+    ) -> AbstractContextManager[torch.Tensor]:
+        """A tensor born in shared memory, so that enqueueing it copies nothing.
+
+        After `enqueue` it belongs to the readers: writing to it changes what they see.
+
+        Args:
+            shape: sizes, as for `torch.empty`.
+            dtype: the element type.
+            or_private: where there is no room, give ordinary memory (counted) rather than raise.
+
+        Raises:
+            OutOfMemory: there is no room in the arena.
+        """
+        raise self._wrong_end("lend", "writer")
+
+    def heartbeat(self) -> None:
+        """Say from inside long work that this process is busy, not hung. Costs a fraction of a microsecond."""
+        if self._probe is not None:
+            self._probe.progress(time.monotonic_ns())
+
+    def export_handle(self) -> Handle:
+        """What a reader needs to attach. Small and picklable; holds the queue's secret."""
+        raise self._wrong_end("export_handle", "writer")
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Wait until every expected reader has attached. Collective, but not needed before `enqueue`.
+
+        Raises:
+            QueueTimeout: names who is missing.
+        """
+        raise NotImplementedError
+
+    def statistics(self) -> Statistics:
+        """A snapshot; never waits for anybody."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """Leave. On the writer it closes the queue; on a reader it leaves it. Any thread may call it, twice too.
+
+        Whoever waits at either end is woken. Readers still get what was published; tensors stay valid until
+        their last view dies.
+        """
+        if self._state in (Endpoint.CLOSED, Endpoint.FORKED):
+            return
+        self._closing = self._attention = True
+        self._say_closing()
+        if self._lock.acquire(timeout=1.0):
+            try:
+                if not self._busy:
+                    self._finish()
+            finally:
+                self._lock.release()
+
+    # ── for the two ends ─────────────────────────────────────────────────────────────────────────
+    def _say_closing(self) -> None:
+        """Tell the peers, and wake every waiter of this end."""
+        raise NotImplementedError
+
+    def _release_everything(self) -> None:
+        """Give back what the endpoint holds. Called once."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """The last one out closes the door: the call under way, or else `shutdown` itself."""
+        if self._state is not Endpoint.CLOSED:
+            self._state = move(self._state, "close")
+            self._release_everything()
+
+    def _refuse_use(self) -> None:
+        """Raise if this endpoint can't be used now. Called with the lock held."""
+        if self._busy:
+            raise ReentrantUse(
+                f"queue {self.name!r} was used from inside one of its own calls",
+                expected="one call at a time in a thread",
+                found="a call from a __reduce__, a signal handler or a finaliser",
+                remedy="collect what to send and send it after the call",
+            )
+        if self._state is Endpoint.FORKED:
+            raise UseAfterFork(
+                f"queue {self.name!r} was inherited through fork",
+                expected="use by the process that made this endpoint",
+                found=f"process {os.getpid()}",
+                remedy="attach in the child with create_from_handle",
+            )
+        if self._closing:
+            if self._state is not Endpoint.CLOSED:
+                self._finish()
+            raise self._closed()
+
+    def _closed(self) -> QueueClosed:
+        return QueueClosed(f"queue {self.name!r} was shut down by this end")
+
+    def _wrong_end(self, verb: str, end: str) -> WrongEnd:
+        return WrongEnd(
+            f"only the {end} of a queue can {verb}",
+            expected=f"the {end}'s end of {self.name!r}",
+            found=f"the {'reader' if end == 'writer' else 'writer'}'s",
+        )
+
+    def _warn(self, text: str) -> None:
+        if self._on_warning is not None:
+            self._on_warning(text)
+
+    def __enter__(self) -> MessageQueue:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+_endpoints: weakref.WeakSet[MessageQueue] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    for endpoint in list(_endpoints):
+        endpoint._state = Endpoint.FORKED
+        endpoint._attention = True
+        endpoint._probe = None
+        endpoint._lock = threading.RLock()
+        endpoint._busy = False
+
+
+os.register_at_fork(after_in_child=_note_fork)

@@ -1,0 +1,225 @@
+"""The run directory: where probe pages and attach sockets live, and how the dead are cleared away.
+
+`$ARENA_RUN_DIR`, else `$XDG_RUNTIME_DIR/arena`, else a 0700 directory of this user's on /dev/shm, else one in
+/tmp (degraded: that may be a disk). Below it, one directory per queue, `<name>@<instance>`, holds `writer`,
+`reader-<rank>-<pid>` pages and the `attach` socket. An orderly end removes its own; death leaves the pages for
+the post-mortem, and `arena gc`, or the start of the next queue of that name, removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from arena.errors import RunDirectoryError
+from arena.probe.page import Identity, identity, namespace
+from arena.probe.reader import BadPage, ProbeReader
+
+WRITER_PAGE: Final = "writer"
+SOCKET: Final = "attach"
+KEPT_DEAD: Final = 4
+"""Dead instances of one name that are kept for a post-mortem when a queue of that name starts."""
+
+_SAFE_NAME: Final = re.compile(r"[^A-Za-z0-9_.:-]+")
+
+
+def run_directory(configured: str | None = None) -> Path:
+    """The run directory, created if need be, and checked.
+
+    Raises:
+        RunDirectoryError: it is a link, belongs to somebody else, or others may write to it.
+    """
+    explicit = configured or os.environ.get("ARENA_RUN_DIR")
+    if explicit:
+        return _own_directory(Path(explicit))
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.access(runtime, os.W_OK):
+        return _own_directory(Path(runtime) / "arena")
+    shm = Path("/dev/shm")
+    parent = shm if os.access(shm, os.W_OK) else Path("/tmp")
+    return _own_directory(parent / f"arena-{os.getuid()}")
+
+
+def is_degraded(directory: Path) -> bool:
+    """Whether the directory may be on a disk, where a page's write-back can stall its owner."""
+    try:
+        with open("/proc/self/mounts") as lines:
+            mounts = [line.split()[1:3] for line in lines]
+    except OSError:
+        return False
+    resolved = str(directory.resolve())
+    covering = [(len(where), kind) for where, kind in mounts if _inside(resolved, where)]
+    return max(covering, default=(0, "tmpfs"))[1] not in ("tmpfs", "ramfs")
+
+
+def queue_directory(root: Path, name: str, instance: str) -> Path:
+    """Create the directory of a new queue.
+
+    Raises:
+        RunDirectoryError: the file system has no room for a directory.
+    """
+    path = root / f"{safe_name(name)}@{instance}"
+    try:
+        path.mkdir(mode=0o750)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"can't create {path}",
+            found=error.strerror or "",
+            remedy="free some space or set ARENA_RUN_DIR to another tmpfs",
+        ) from error
+    return path
+
+
+def remove_if_empty(directory: Path) -> None:
+    """Remove a queue's directory once its last page is gone."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def safe_name(name: str) -> str:
+    """`name` as it may stand in a file name."""
+    return _SAFE_NAME.sub("_", name)[:80] or "queue"
+
+
+def reader_page(directory: Path, rank: int, pid: int, incarnation: str) -> Path:
+    """Where the page of one reader incarnation goes."""
+    return directory / f"reader-{rank}-{pid}-{incarnation}"
+
+
+def queue_directories(root: Path) -> list[Path]:
+    """The directories of all queues, dead or alive, oldest first."""
+    found = []
+    for entry in root.iterdir():
+        try:
+            if "@" in entry.name and entry.is_dir() and not entry.is_symlink():
+                found.append((entry.stat().st_mtime_ns, entry))
+        except OSError:
+            continue
+    return [entry for _, entry in sorted(found)]
+
+
+def pages(directory: Path) -> list[Path]:
+    """The probe pages of a queue, writer first."""
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())
+    except OSError:
+        return []
+    readers = [name for name in names if name.startswith("reader-")]
+    return [directory / name for name in [*(n for n in names if n == WRITER_PAGE), *readers]]
+
+
+def is_alive(owner: Identity) -> bool | None:
+    """Whether the process lives; None where this pid namespace can't tell."""
+    if owner.pid_namespace != namespace("pid"):
+        return None
+    try:
+        return identity(owner.pid).start_ticks == owner.start_ticks and not _is_zombie(owner.pid)
+    except ProcessLookupError:
+        return False
+
+
+def collect_garbage(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = None, keep: int = 0) -> list[Path]:
+    """Remove the directories of queues whose processes are all gone; returns what was removed.
+
+    Args:
+        run_dir: the run directory; the usual one by default.
+        name: only queues of this name.
+        keep: how many of the newest dead instances of each name stay.
+    """
+    root = run_directory(os.fspath(run_dir) if run_dir is not None else None)
+    dead: dict[str, list[Path]] = {}
+    for directory in queue_directories(root):
+        of = directory.name.rpartition("@")[0]
+        if (name is None or of == safe_name(name)) and _is_dead(directory):
+            dead.setdefault(of, []).append(directory)
+    removed = [path for paths in dead.values() for path in paths[: len(paths) - keep or None if keep else None]]
+    for path in removed:
+        shutil.rmtree(path, ignore_errors=True)
+    return removed
+
+
+def _is_dead(directory: Path) -> bool:
+    """No page of a live or unknown process, and old enough not to be one that is just being set up."""
+    owners = list(_owners(directory))
+    if owners:
+        return all(is_alive(owner) is False for owner in owners)
+    return _marker_is_dead(directory)
+
+
+def _owners(directory: Path) -> Iterator[Identity]:
+    for path in pages(directory):
+        try:
+            with ProbeReader(path) as page:
+                yield page.owner
+        except BadPage:
+            continue
+
+
+def mark_owner(directory: Path) -> None:
+    """Leave the creator's identity, for a queue without probes and for the moments before its page exists."""
+    own = identity()
+    (directory / "owner").write_text(f"{own.pid} {own.start_ticks} {own.pid_namespace}\n")
+
+
+def _marker_is_dead(directory: Path) -> bool:
+    try:
+        pid, ticks, inode = map(int, (directory / "owner").read_text().split())
+    except FileNotFoundError:
+        return _age_s(directory) > 60
+    except (OSError, ValueError):
+        return True
+    return is_alive(Identity(pid, ticks, inode)) is False
+
+
+def _age_s(directory: Path) -> float:
+    import time
+
+    try:
+        return time.time() - directory.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return True
+    return status[status.rindex(b")") + 2 :][:1] in (b"Z", b"X")
+
+
+def _inside(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(mount.rstrip("/") + "/")
+
+
+def _own_directory(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(path)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"can't use {path} as run directory", found=error.strerror or "", remedy="set ARENA_RUN_DIR to a directory of yours"
+        ) from error
+    trouble = ""
+    if stat.S_ISLNK(status.st_mode):
+        trouble = "a symbolic link"
+    elif not stat.S_ISDIR(status.st_mode):
+        trouble = "a file"
+    elif status.st_uid != os.getuid():
+        trouble = f"a directory of uid {status.st_uid}"
+    elif status.st_mode & stat.S_IWOTH:
+        trouble = "a directory that anybody may write to"
+    if trouble:
+        raise RunDirectoryError(
+            f"refusing {path} as run directory",
+            expected=f"a directory of uid {os.getuid()} that others can't write to",
+            found=trouble,
+            remedy="remove it or set ARENA_RUN_DIR to a directory of yours",
+        )
+    return path

@@ -1,0 +1,520 @@
+"""A reader's end: poll, decode, release; and what it knows of a writer that says nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import struct
+import time
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+from arena import layout, memory
+from arena.blocks import Borrower
+from arena.codec import HoldWords, decode, read_table
+from arena.config import check_timeout
+from arena.errors import (
+    ArenaError,
+    CorruptFrame,
+    DecodeFailed,
+    HandleMismatch,
+    InvalidArgument,
+    PeerDied,
+    QueueClosed,
+    QueueTimeout,
+)
+from arena.memory import Segment
+from arena.message_queue import MessageQueue, Statistics, Warn
+from arena.peers import Attachment, Handle, signal_name
+from arena.probe import Event, Probe, Role, hooks
+from arena.probe.directory import reader_page, remove_if_empty
+from arena.probe.metrics import ERROR_KINDS
+from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS
+from arena.ring import ReaderRing
+from arena.state import Endpoint, move
+from arena.state import Message as MessageState
+from arena.wait import Waiter, deadline_after
+
+_FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
+_HOLD: Final = struct.Struct(layout.HOLD)
+_TABLE_SLACK_BYTES: Final = 1 << 30  # what tables, specs and padding may add to a message's own bytes
+_monotonic_ns = time.monotonic_ns
+_loads = pickle.loads
+
+
+class _Words:
+    """Where the reader's counters lie in its probe's values."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.delay = probe.word("queue_delay_seconds")
+        self.hold = probe.word("reader_hold_seconds")
+        self.starved = probe.word("reader_starved_seconds_total")
+        self.memcpy = probe.word("memcpy_seconds", "read")
+        self.memcpy_bytes = probe.word("memcpy_bytes_total", "read")
+        self.load = probe.word("serialize_seconds", "load")
+        self.error = {kind: probe.word("errors_total", kind) for kind in ERROR_KINDS}
+        self.parks = probe.word("parks_total")
+        self.missed = probe.word("missed_wakes_total")
+        self.spin = probe.word("spin_seconds_total")
+
+
+class Reader(MessageQueue):
+    """What `MessageQueue.create_from_handle` makes. See there."""
+
+    def __init__(self, handle: Handle, rank: int, *, timeout: float | None, on_warning: Warn | None) -> None:
+        handle.check()
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise InvalidArgument("rank is not a rank", expected="a whole number", found=repr(rank))
+        self._begin(handle.name, on_warning)
+        self.rank = rank
+        self._handle = handle
+        self._directory = Path(handle.directory)
+        geometry = handle.geometry
+        control = self._make_control()
+        try:
+            self._attachment = Attachment(handle, rank, control, timeout_s=check_timeout(timeout))
+        finally:
+            control.close()
+        try:
+            ring = self._map_ring()
+            self._ring = ReaderRing(ring, control.mapping, geometry)
+            self._ranks = ring.words(layout.RANKS_OFFSET, layout.MAX_READERS)
+            self._published_futex = ring.futex(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD)
+            if handle.probes:
+                self._probe = self._make_probe()
+        except BaseException:
+            self._ring_closed_word(control)
+            self._attachment.close()
+            raise
+        self._consumed = self._ring.consumed
+        self._published = self._ring.published
+        self._payloads = self._ring.payloads
+        self._slots = geometry.slots
+        self._parked = control.mapping.words(layout.LIVE_OFFSET + layout.READER_PARKED * layout.WORD, 1)
+        self._consumed_futex = control.mapping.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
+        returned = control.mapping.words(geometry.returned_offset, geometry.max_holds)
+        self._borrower = Borrower(self._attachment.take_segment, returned, geometry.max_holds, views=handle.views)
+        self._waiter = Waiter(handle.n_reader + 1)
+        self._wanted = 0
+        self._starved_ns = 0
+        self._partial: bytearray | None = None
+        self._partial_bytes = 0
+        self._message = MessageState.NONE
+        self._words = _Words(self._probe) if self._probe is not None else None
+        self._state = move(self._state, "attach")
+        self._admitted = self._take_place()
+        self._attention = not self._admitted
+
+    # ── setting up ───────────────────────────────────────────────────────────────────────────────
+    def _make_control(self) -> Segment:
+        geometry = self._handle.geometry
+        segment = Segment.create(f"{self.name}:{self.rank}", geometry.control_bytes)
+        words = segment.mapping.raw_words(0, layout.IDENTITY_WORDS)
+        words[layout.IDENTITY_VERSION] = layout.VERSION
+        words[layout.IDENTITY_PID] = os.getpid()
+        words[layout.IDENTITY_RANK] = self.rank & ((1 << 64) - 1)
+        words[layout.IDENTITY_SLOTS] = geometry.slots
+        words[layout.IDENTITY_HOLDS] = geometry.max_holds
+        words[layout.IDENTITY_MAGIC] = layout.CONTROL_MAGIC
+        return segment
+
+    def _map_ring(self) -> memory.Mapping:
+        geometry = self._handle.geometry
+        handed_over = self._attachment.take_segment(0)
+        if handed_over is None:
+            raise CorruptFrame("the writer handed over no ring", expected="segment 0 in its answer")
+        _, fd = handed_over
+        segment = Segment.attach(fd, geometry.ring_bytes)
+        segment.close()
+        words = segment.mapping.raw_words(0, layout.IDENTITY_WORDS)
+        found = tuple(words[index] for index in range(layout.IDENTITY_WORDS) if index not in _NOT_COMPARED)
+        expected = (layout.RING_MAGIC, layout.VERSION, geometry.slots, geometry.slot_bytes, geometry.max_holds)
+        if found != expected:
+            raise HandleMismatch(
+                "the ring is not the one that the handle describes",
+                expected=str(expected),
+                found=str(found),
+                remedy="run the same Arena version in every process of the engine",
+            )
+        return segment.mapping
+
+    def _make_probe(self) -> Probe:
+        about = {"queue": self.name, "instance": self._handle.instance, "n_reader": self._handle.n_reader}
+        path = reader_page(self._directory, self.rank, os.getpid(), secrets.token_hex(3))
+        return Probe(path, Role.READER, rank=self.rank, n_reader=self._handle.n_reader, slots=0, about=about)
+
+    def _ring_closed_word(self, control: Segment) -> None:
+        words = control.mapping.words(layout.LIVE_OFFSET, layout.READER_WORDS)
+        words[layout.READER_CLOSED] = 1
+
+    def _take_place(self) -> bool:
+        """Start at the first sequence that this incarnation takes part in, once the writer has said which."""
+        first = self._ranks[self.rank]
+        if first == layout.NOT_ADMITTED:
+            return False
+        self._consumed[0] = first
+        return True
+
+    # ── the story ────────────────────────────────────────────────────────────────────────────────
+    def dequeue(self, timeout: float | None = None) -> Any:
+        with self._lock:
+            deadline_ns = None
+            if self._attention or self._busy or timeout is not None:
+                deadline_ns = self._prepare(timeout)
+            self._busy = True
+            try:
+                while True:
+                    sequence = self._consumed[0]
+                    # SYNC POINT frame-visible (observe): the slot's bytes came before this store
+                    if self._published[0] > sequence:
+                        received_ns = _monotonic_ns()
+                    else:
+                        received_ns = self._wait(sequence, deadline_ns)
+                    kind, length, sent_ns = self._ring.header(sequence)
+                    if kind == layout.KIND_INLINE:
+                        try:
+                            obj = _loads(self._payloads[sequence % self._slots])
+                        except Exception as error:
+                            raise self._decode_failed(error) from error
+                        finally:
+                            now_ns = _monotonic_ns()
+                            self._ring.release(sequence, now_ns)
+                        complete = True
+                    else:
+                        complete, obj, now_ns = self._take(sequence, kind, length)
+                    if self._probe is not None:
+                        self._observe(sequence, length, sent_ns, received_ns, now_ns)
+                    if hooks.trace_sink is not None:
+                        self._hand_trace(sequence, kind)
+                    if complete:
+                        break
+                    self._wake_writer()
+            except ArenaError as error:
+                self._count_error(error)
+                raise
+            finally:
+                self._busy = False
+                if self._closing:
+                    self._finish()
+        # On x86 the lock's release above was the fence between `consumed` and the look at `parked`.
+        if not memory.UNLOCK_IS_A_FENCE:
+            memory.fence()
+        if self._ring.writer[layout.WRITER_PARKED]:
+            self._consumed_futex.wake()
+        return obj
+
+    def _prepare(self, timeout: float | None) -> int | None:
+        deadline_ns = deadline_after(check_timeout(timeout))
+        self._refuse_use()
+        if not self._admitted:
+            self._await_admission(deadline_ns)
+        self._attention = False
+        return deadline_ns
+
+    def _await_admission(self, deadline_ns: int | None) -> None:
+        """A joiner's first wait: the writer admits it with its next message."""
+        while not self._take_place():
+            seen = self._published[0]
+            self._wanted = seen
+            if not self._until_published(seen, deadline_ns) and not self._take_place():
+                raise self._timed_out(seen)
+        self._admitted = True
+
+    # ── waiting ──────────────────────────────────────────────────────────────────────────────────
+    def _wait(self, sequence: int, deadline_ns: int | None) -> int:
+        """Wait for a frame; returns when it was seen."""
+        self._wanted = sequence
+        began_ns = _monotonic_ns()
+        try:
+            if not self._until_published(sequence, deadline_ns):
+                raise self._timed_out(sequence)
+        finally:
+            if self._state is Endpoint.WAITING:
+                self._state = move(self._state, "proceed")
+                if self._probe is not None:
+                    self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
+        ended_ns = self._waiter.ended_ns
+        self._starved_ns += ended_ns - began_ns
+        return ended_ns
+
+    def _until_published(self, sequence: int, deadline_ns: int | None) -> bool:
+        return self._waiter.until_above(
+            self._published,
+            sequence,
+            futex=self._published_futex,
+            parked=self._parked,
+            code=1,
+            look=self._look,
+            deadline_ns=deadline_ns,
+        )
+
+    def _look(self, now_ns: int) -> None:
+        """While waiting: be seen to live, and see whether the writer does."""
+        if self._closing:
+            raise self._closed()
+        self._state = Endpoint.WAITING
+        if self._probe is not None:
+            self._probe.waiting(Endpoint.WAITING, now_ns, self._wanted, 0, 0)
+            self._flush(now_ns)
+        if self._ring.writer[layout.WRITER_CLOSED]:
+            self._raise_unless_published(
+                QueueClosed(f"queue {self.name!r} was shut down by its writer, and everything in it has been taken")
+            )
+        elif self._attachment.process.is_alive() is False:
+            signal = self._attachment.process.signal()
+            self._raise_unless_published(
+                PeerDied(
+                    f"the writer of queue {self.name!r} died ({signal_name(signal)})",
+                    pid=self._attachment.process.who.pid,
+                    signal=signal,
+                    expected="the writer to shut the queue down when it is done",
+                    found="its process gone; everything it published has been taken",
+                    remedy="shut this end down; start the writer anew and attach to its new queue",
+                )
+            )
+
+    def _raise_unless_published(self, error: ArenaError) -> None:
+        """What was published before the end is still taken: look once more, now that no more can come."""
+        if self._published[0] <= self._wanted:
+            self._drop_partial()
+            raise error
+
+    def _timed_out(self, sequence: int) -> QueueTimeout:
+        return QueueTimeout(
+            f"no message on queue {self.name!r}: awaiting_write of frame {sequence}",
+            expected="a frame within the timeout",
+            found=f"{self._published[0]} published, a writer (pid {self._attachment.process.who.pid}) that lives",
+            remedy="nothing was lost; the next dequeue waits for the same message",
+        )
+
+    def _wake_writer(self) -> None:
+        memory.fence()
+        if self._ring.writer[layout.WRITER_PARKED]:
+            self._consumed_futex.wake()
+
+    # ── messages of several parts ────────────────────────────────────────────────────────────────
+    def _take(self, sequence: int, kind: int, length: int) -> tuple[bool, Any, int]:
+        """Take a frame that is not one inline pickle: (whether a message is complete, the message, time)."""
+        payload = self._ring.payload(sequence, length)
+        plain = kind & layout.KIND_MASK
+        if plain == layout.KIND_FRAGMENT:
+            self._check_fragment(sequence, payload)
+        elif plain not in layout.KINDS:
+            raise CorruptFrame(f"frame {sequence} is of an unknown kind", found=str(plain))
+        complete, obj = True, None
+        try:
+            if plain == layout.KIND_INLINE:
+                obj = self._decoded(lambda: _loads(payload))
+            elif plain == layout.KIND_TABLE:
+                obj = self._decode_payload(payload)
+            elif plain == layout.KIND_BLOCK:
+                obj = self._decode_block(payload)
+            elif plain == layout.KIND_FRAGMENT:
+                self._gather(payload)
+                complete = False
+            else:
+                self._drop_partial()
+                complete = False
+        finally:
+            now_ns = _monotonic_ns()
+            self._ring.release(sequence, now_ns)
+        if self._partial is not None and self._partial_bytes == len(self._partial):
+            whole, self._partial = self._partial, None
+            self._message = move(self._message, "complete")
+            return True, self._decode_payload(memoryview(whole)), now_ns
+        return complete, obj, now_ns
+
+    def _decode_block(self, payload: memoryview) -> Any:
+        hold: HoldWords = _HOLD.unpack_from(payload.tobytes().ljust(_HOLD.size, b"\0"))
+        inner = self._borrower.peek(hold)
+        try:
+            return self._decode_payload(inner)
+        finally:
+            del inner
+            self._borrower.give_back(hold)
+
+    def _decode_payload(self, payload: memoryview) -> Any:
+        """Decode a table payload. Whatever happens, each of its holds goes back once."""
+        table = read_table(payload)
+        owed = {hold[3:]: hold for hold in table.holds}
+
+        def borrow(hold: HoldWords) -> memoryview:
+            borrowed = self._borrower.borrow(hold)
+            owed.pop(hold[3:], None)
+            return borrowed
+
+        began_ns = _monotonic_ns()
+        try:
+            return self._decoded(lambda: decode(table, borrow, self._handle.views))
+        finally:
+            for hold in owed.values():
+                self._borrower.give_back(hold)
+            if self._probe is not None and self._words is not None:
+                self._probe.observe(self._words.load, _monotonic_ns() - began_ns)
+
+    def _decoded(self, decoder: Any) -> Any:
+        try:
+            return decoder()
+        except ArenaError:
+            raise
+        except Exception as error:
+            # The frames hold half-built tensors; their blocks should go back now, not with the traceback.
+            traceback.clear_frames(error.__traceback__)
+            raise self._decode_failed(error) from error
+
+    def _decode_failed(self, error: Exception) -> DecodeFailed:
+        return DecodeFailed(
+            f"a message of queue {self.name!r} could not be unpickled",
+            expected="types that this process can import and build",
+            found=f"{type(error).__name__}: {error}",
+            remedy="the message is consumed; make its types importable here",
+        )
+
+    def _check_fragment(self, sequence: int, payload: memoryview) -> None:
+        """A fragment continues the message so far, or begins one of a size that the queue allows."""
+        if payload.nbytes > layout.FRAGMENT_HEADER_BYTES:
+            total, at, _ = _FRAGMENT.unpack_from(payload)
+            end = at + payload.nbytes - layout.FRAGMENT_HEADER_BYTES
+            expected_total = total if self._partial is None else len(self._partial)
+            expected_at = 0 if self._partial is None else self._partial_bytes
+            if total == expected_total and at == expected_at and end <= total <= self._largest_payload():
+                return
+        raise CorruptFrame(
+            f"frame {sequence} is a fragment of another message",
+            expected=f"the piece at {self._partial_bytes if self._partial is not None else 0}",
+            remedy="something else wrote into the ring; shut the queue down and start both ends anew",
+        )
+
+    def _largest_payload(self) -> int:
+        return self._handle.max_message_bytes + _TABLE_SLACK_BYTES
+
+    def _gather(self, payload: memoryview) -> None:
+        total, at, _ = _FRAGMENT.unpack_from(payload)
+        body = payload[layout.FRAGMENT_HEADER_BYTES :]
+        if self._partial is None:
+            self._partial = bytearray(total)
+            self._partial_bytes = 0
+        began_ns = _monotonic_ns()
+        self._partial[at : at + body.nbytes] = body
+        self._partial_bytes = at + body.nbytes
+        self._message = move(self._message, "fragment")
+        if self._probe is not None and self._words is not None:
+            self._probe.observe(self._words.memcpy, _monotonic_ns() - began_ns)
+            self._probe.count(self._words.memcpy_bytes, body.nbytes)
+
+    def _drop_partial(self) -> None:
+        self._partial = None
+        self._partial_bytes = 0
+        if self._message is MessageState.PARTIAL:
+            self._message = move(self._message, "abort")
+
+    def _hand_trace(self, sequence: int, kind: int) -> None:
+        if hooks.trace_sink is not None:
+            traced = kind & (layout.FLAG_TRACED >> layout.KIND_SHIFT)
+            hooks.trace_sink(self._ring.trace(sequence) if traced else None)
+
+    # ── the rest of the face ─────────────────────────────────────────────────────────────────────
+    def broadcast_object(self, obj: object = None) -> Any:
+        return self.dequeue()
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        deadline_ns = deadline_after(check_timeout(timeout))
+        while not self._ring.writer[layout.READY]:
+            if self._closing or self._state is Endpoint.FORKED:
+                self._refuse_use()
+            self._wanted = self._published[0]
+            self._look(_monotonic_ns())
+            if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
+                raise QueueTimeout(
+                    f"not every reader of queue {self.name!r} has attached",
+                    expected=f"{self._handle.n_reader} readers",
+                    found="fewer; the writer's wait_until_ready names them",
+                    remedy="see whether all workers started and were given the handle",
+                )
+            time.sleep(0.005)
+        if self._state is Endpoint.WAITING:
+            self._state = move(self._state, "proceed")
+
+    def statistics(self) -> Statistics:
+        consumed, published = self._consumed[0], self._published[0]
+        errors = {}
+        if self._probe is not None and self._words is not None:
+            errors = {kind: self._probe.values[word] for kind, word in self._words.error.items()}
+        return Statistics(
+            name=self.name,
+            role="reader",
+            state=self._state.name.lower(),
+            published=published,
+            consumed_by_reader={self.rank: consumed},
+            lag_by_reader={self.rank: max(0, published - consumed)},
+            errors={kind: count for kind, count in errors.items() if count},
+            starved_s=self._starved_ns / 1e9,
+            parks=self._waiter.parks,
+            missed_wakes=self._waiter.missed_wakes,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"<MessageQueue {self.name!r} reader {self.rank}, {self._state.name.lower()}: "
+            f"consumed {self._consumed[0]} <= published {self._published[0]}>"
+        )
+
+    # ── closing ──────────────────────────────────────────────────────────────────────────────────
+    def _say_closing(self) -> None:
+        self._published_futex.wake()
+
+    def _release_everything(self) -> None:
+        self._drop_partial()
+        self._ring.control[layout.READER_CLOSED] = 1
+        self._consumed_futex.wake()
+        self._attachment.close()
+        if self._probe is not None:
+            self._probe.closed(Endpoint.CLOSED, _monotonic_ns())
+            self._probe.unlink()
+        remove_if_empty(self._directory)
+
+    # ── observing: after the fact, and unable to fail ────────────────────────────────────────────
+    def _observe(self, sequence: int, length: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
+        probe, words = self._probe, self._words
+        if probe is None or words is None:
+            return
+        values = probe.values
+        delay_ns = received_ns - sent_ns
+        if delay_ns < 0:
+            delay_ns = 0
+        values[words.delay + delay_ns.bit_length()] += 1
+        values[words.delay + 65] += delay_ns
+        hold_ns = now_ns - received_ns
+        values[words.hold + hold_ns.bit_length()] += 1
+        values[words.hold + 65] += hold_ns
+        page = probe.words
+        page[L_SEQUENCE] = sequence + 1
+        page[L_SEQUENCE_NS] = now_ns
+        if now_ns - probe.last_event_ns >= probe.event_gap_ns:
+            probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
+        else:
+            values[probe.events_dropped] += 1
+        if now_ns >= probe.next_flush_ns:
+            self._flush(now_ns)
+
+    def _count_error(self, error: ArenaError) -> None:
+        kinds = {"CorruptFrame": "corrupt_frame", "DecodeFailed": "decode", "QueueTimeout": "timeout", "PeerDied": "peer_died"}
+        kind = kinds.get(type(error).__name__)
+        if self._probe is not None and self._words is not None and kind is not None:
+            self._probe.count(self._words.error[kind])
+            self._probe.event(Event.ERROR, self._consumed[0], _monotonic_ns(), ERROR_KINDS.index(kind))
+
+    def _flush(self, now_ns: int) -> None:
+        probe, words = self._probe, self._words
+        if probe is not None and words is not None:
+            waiter = self._waiter
+            probe.gauge(words.parks, waiter.parks)
+            probe.gauge(words.missed, waiter.missed_wakes)
+            probe.gauge(words.spin, waiter.spin_ns)
+            probe.gauge(words.starved, self._starved_ns)
+            probe.flush(now_ns)
+
+
+_NOT_COMPARED: Final = (layout.IDENTITY_PID, layout.IDENTITY_RANK)

@@ -1,0 +1,166 @@
+"""Waiting for a shared word to pass a floor: poll, yield, then sleep on a futex.
+
+Both directions of the queue are this one wait: a reader waits until `published` passes the sequence it wants,
+the writer until a straggler's `consumed` passes the sequence whose slot it wants.
+
+How long to poll is a bet on how soon the word moves. The budget follows the recent gaps: steps that come every
+50 us are met while polling, an engine that steps every 20 ms does not burn a core between steps. Where the
+processes outnumber the cores (or a CPU quota), polling takes time from the peer that is awaited, so yield at once.
+
+Every sleep is bounded. Waking up unasked, the waiter looks at the word again (a wake that should have come is
+counted as missed) and asks whether waiting still makes sense.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+from arena import memory
+from arena.memory import Futex, Words
+
+BUSY_POLLS: Final = 5
+POLLS_A_LOOK: Final = 8
+MIN_BUDGET_NS: Final = 50_000
+MAX_BUDGET_NS: Final = 1_000_000
+CROWDED_BUDGET_NS: Final = 300_000
+LONG_GAP_NS: Final = 500_000  # gaps longer than this are slept through
+GAP_CAP_NS: Final = 4_000_000  # one pause must not hide for long that steps are short again
+PARK_NS: Final = 50_000_000
+IDLE_PARK_NS: Final = 100_000_000
+IDLE_AFTER_NS: Final = 1_000_000_000
+
+_monotonic_ns = time.monotonic_ns
+_sched_yield = os.sched_yield
+
+
+def usable_cores() -> int:
+    """Cores this process may use at once: its affinity, or its cgroup's CPU quota if that is less."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def deadline_after(timeout_s: float | None) -> int | None:
+    """The monotonic time, in ns, at which a wait of `timeout_s` ends; None for a wait without end."""
+    return None if timeout_s is None else _monotonic_ns() + int(timeout_s * 1e9)
+
+
+class Waiter:
+    """How one endpoint waits. Not for two threads at once.
+
+    `look(now_ns)` is called before the first sleep and after each: it refreshes what observers see, and
+    raises if waiting has become pointless.
+    """
+
+    __slots__ = ("_busy_polls", "_expected_ns", "_max_budget_ns", "ended_ns", "missed_wakes", "parks", "spin_ns")
+
+    def __init__(self, processes: int) -> None:
+        crowded = processes > usable_cores()
+        self._busy_polls = 0 if crowded else BUSY_POLLS
+        self._max_budget_ns = CROWDED_BUDGET_NS if crowded else MAX_BUDGET_NS
+        self._expected_ns = 0
+        self.ended_ns = 0
+        self.parks = 0
+        self.missed_wakes = 0
+        self.spin_ns = 0
+
+    def until_above(
+        self,
+        word: Words,
+        floor: int,
+        *,
+        futex: Futex,
+        parked: Words,
+        code: int,
+        look: Callable[[int], None],
+        deadline_ns: int | None,
+    ) -> bool:
+        """Wait until ``word[0] > floor``; False if the deadline came first.
+
+        Args:
+            word: the shared word.
+            floor: the value to pass.
+            futex: the same word as a futex.
+            parked: this endpoint's own word that tells the other side to wake it.
+            code: what to write there.
+            look: see the class.
+            deadline_ns: monotonic time of the deadline.
+        """
+        for _ in range(self._busy_polls):
+            if word[0] > floor:
+                self.ended_ns = _monotonic_ns()
+                return True
+        started_ns = _monotonic_ns()
+        passed = self._yield_until(word, floor, started_ns, deadline_ns) or self._park_until(
+            word, floor, futex, parked, code, look, deadline_ns
+        )
+        if passed:
+            waited_ns = self.ended_ns - started_ns
+            self._expected_ns = (3 * self._expected_ns + min(waited_ns, GAP_CAP_NS)) >> 2
+        return passed
+
+    def _budget_ns(self) -> int:
+        if self._expected_ns > LONG_GAP_NS:
+            return MIN_BUDGET_NS
+        return min(max(MIN_BUDGET_NS, 3 * self._expected_ns), self._max_budget_ns)
+
+    def _yield_until(self, word: Words, floor: int, started_ns: int, deadline_ns: int | None) -> bool:
+        budget_ends_ns = started_ns + self._budget_ns()
+        if deadline_ns is not None and deadline_ns < budget_ends_ns:
+            budget_ends_ns = deadline_ns
+        while True:
+            for _ in range(POLLS_A_LOOK):
+                _sched_yield()
+                if word[0] > floor:
+                    now_ns = self.ended_ns = _monotonic_ns()
+                    self.spin_ns += now_ns - started_ns
+                    return True
+            now_ns = _monotonic_ns()
+            if now_ns >= budget_ends_ns:
+                self.spin_ns += now_ns - started_ns
+                return False
+
+    def _park_until(
+        self,
+        word: Words,
+        floor: int,
+        futex: Futex,
+        parked: Words,
+        code: int,
+        look: Callable[[int], None],
+        deadline_ns: int | None,
+    ) -> bool:
+        began_ns = now_ns = _monotonic_ns()
+        look(now_ns)
+        try:
+            parked[0] = code
+            memory.fence()  # the flag must be visible before the last look, or the wake could be lost
+            while True:
+                seen = word[0]
+                if seen > floor:
+                    self.ended_ns = _monotonic_ns()
+                    return True
+                sleep_ns = PARK_NS if now_ns - began_ns < IDLE_AFTER_NS else IDLE_PARK_NS
+                if deadline_ns is not None:
+                    sleep_ns = min(sleep_ns, deadline_ns - now_ns)
+                    if sleep_ns <= 0:
+                        return False
+                self.parks += 1
+                woken = futex.wait(seen, sleep_ns)
+                now_ns = _monotonic_ns()
+                if word[0] > floor:
+                    self.missed_wakes += not woken
+                    self.ended_ns = now_ns
+                    return True
+                look(now_ns)
+        finally:
+            parked[0] = 0

@@ -1,0 +1,66 @@
+"""One demo from its first process to its result: the composition of the parts beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+from arena import QueueConfig
+from telemetry.commands.demo.engine import SLOTS, STEPS_AHEAD, Engine
+from telemetry.commands.demo.fleet import Fleet
+from telemetry.commands.demo.options import Options, Refused
+from telemetry.commands.demo.pictures import photographs, synthetic
+from telemetry.commands.demo.progress import Watch
+from telemetry.commands.demo.proof import wrong_tokens
+from telemetry.commands.demo.results import Result, summarise
+from telemetry.commands.demo.scheduler import Scheduler
+from telemetry.commands.demo.workload import SYNTHETIC_DECK, Request, plan
+
+DRAIN_S = 5.0  # for what is still under way when the last request has arrived
+
+STEPS = QueueConfig(name="demo:steps", slots=SLOTS, slot_bytes=128 << 10, max_message_bytes=2 << 30)
+ANSWERS = QueueConfig(name="demo:answers", slots=2 * STEPS_AHEAD, max_arena_bytes=0)
+
+
+def run(options: Options, watch: Watch) -> list[Result]:
+    """Run the workload, once or with the arena off and on; an interrupt ends it early, with what there is."""
+    results: list[Result] = []
+    try:
+        requests = _requests(options, watch.say)
+        for arena in ("off", "on") if options.compare else ("on",):
+            results.append(_run_once(options, requests, arena, watch))
+            if results[-1].interrupted:
+                break
+    except KeyboardInterrupt:
+        watch.say("interrupted")
+    return results
+
+
+def _requests(options: Options, complain: Callable[[str], None]) -> list[Request]:
+    if options.images is None:
+        return plan(options.seed, options.seconds, SYNTHETIC_DECK, cache(synthetic))
+    found = photographs(options.images, complain)
+    if not found:
+        raise Refused(f"--images: {options.images} holds no photograph that can be decoded")
+    return plan(options.seed, options.seconds, range(len(found)), found.__getitem__)
+
+
+def _run_once(options: Options, requests: Sequence[Request], arena: str, watch: Watch) -> Result:
+    config = STEPS if arena == "on" else replace(STEPS, max_arena_bytes=0)
+    late_s = dict([options.slow_reader]) if options.slow_reader else {}
+    interrupted = False
+    with Fleet(options.readers, config, ANSWERS, late_s) as fleet:
+        fleet.wait_until_ready()
+        engine = Engine(fleet, Scheduler(requests), options.seconds + DRAIN_S, watch.look)
+        watch.begin(f"arena {arena}", options.seconds)
+        if options.kill_reader:
+            fleet.kill_later(*options.kill_reader)
+        try:
+            engine.run()
+        except KeyboardInterrupt:
+            interrupted = True
+        if options.kill_reader and not engine.deaths:
+            watch.say("the run was over before anybody could notice that a reader was killed")
+        result = summarise(engine, arena=arena, interrupted=interrupted)
+    return replace(result, mismatches=engine.faults + wrong_tokens(engine.scheduler.all))

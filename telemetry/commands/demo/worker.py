@@ -1,0 +1,143 @@
+"""One worker of the demo: it takes steps from the engine's queue and answers over a queue of its own.
+
+The collective couples the workers: while one is late, all wait in the all-reduce. That is how it is on GPUs too, and
+why the engine needs to be told who came back to the queue last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arena import MessageQueue, QueueConfig
+from arena.errors import PeerDied, QueueClosed
+from telemetry.commands.demo.layer import Layer, digest, sample
+from telemetry.commands.demo.wire import Answer, Prefill, Ready, Regroup, Step
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=10)
+PR_SET_PDEATHSIG = 1
+
+
+class Post(NamedTuple):
+    """What a worker is told when it starts: its place, the engine's queue, and how late it is to come back to it."""
+
+    rank: int
+    readers: int
+    handle: Any
+    rendezvous: str
+    late_s: float
+    answers: QueueConfig
+
+
+def work(post: Post, engine: Connection) -> None:
+    """Be a worker until the engine closes its queue, or dies."""
+    _die_with_the_parent()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        with (
+            MessageQueue.create_from_handle(post.handle, post.rank) as steps,
+            MessageQueue(1, 1, config=post.answers) as answers,
+        ):
+            engine.send(answers.export_handle())
+            worker = Worker(post.rank)
+            worker.regroup(Regroup(0, list(range(post.readers)), post.rendezvous, {}))
+            answers.enqueue(Ready(post.rank))
+            _serve(worker, steps, answers, post.late_s)
+    except (QueueClosed, PeerDied):
+        pass
+        pass
+
+
+def _serve(worker: Worker, steps: MessageQueue, answers: MessageQueue, late_s: float) -> None:
+    while True:
+        time.sleep(late_s)  # before the queue, not after it: the collective would make the others as late
+        message = steps.dequeue()
+        steps.heartbeat()
+        if isinstance(message, Regroup):
+            worker.regroup(message)
+        else:
+            answers.enqueue(worker.answer(message))
+
+
+class Worker:
+    """A share of the layer, and the last token of each request."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.epoch = 0
+        self.ranks: list[int] = []
+        self.layer = Layer(0, 1)
+        self.broken = False
+        self.tokens: dict[int, tuple[int, int]] = {}  # request: its last token, and where that stands
+
+    def regroup(self, order: Regroup) -> None:
+        """Take a new share of the layer among those that are left, and forget what they had not confirmed."""
+        self.epoch, self.ranks = order.epoch, order.ranks
+        part, parts = order.ranks.index(self.rank), len(order.ranks)
+        self.layer = Layer(part, parts)
+        self.tokens = {request: (tokens[-1], len(tokens) - 1) for request, tokens in order.tokens.items()}
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if parts > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{order.rendezvous}",
+                rank=part,
+                world_size=parts,
+                timeout=COLLECTIVE_TIMEOUT,
+            )
+        self.broken = False
+
+    def answer(self, step: Step) -> Answer:
+        """Run the layer for every request of the step, and sample a token for each."""
+        requests = [prefill.request for prefill in step.prefills] + step.decodes
+        if self.broken:
+            return Answer(step.number, self.epoch, {}, {}, lost=True)
+        states = [self._first_state(prefill) for prefill in step.prefills]
+        states += [self.layer.token_state(*self.tokens[request]) for request in step.decodes]
+        output = self.layer.partial_sum(torch.stack(states))
+        if not self._add_up(output):
+            return Answer(step.number, self.epoch, {}, {}, lost=True)
+        tokens = dict(zip(requests, sample(output), strict=True))
+        self._remember(step, tokens)
+        return Answer(step.number, self.epoch, tokens, self._digests(step), lost=False)
+
+    def _first_state(self, prefill: Prefill) -> Tensor:
+        picture = None if prefill.pixels is None else self.layer.embed_picture(prefill.pixels)
+        return self.layer.prompt_state(prefill.prompt, picture)
+
+    def _add_up(self, output: Tensor) -> bool:
+        """Sum the shares of all workers in place; False when a member of the group is gone."""
+        if len(self.ranks) == 1:
+            return True
+        try:
+            dist.all_reduce(output)
+        except RuntimeError:
+            self.broken = True
+        return not self.broken
+
+    def _remember(self, step: Step, tokens: dict[int, int]) -> None:
+        for request in step.finished:
+            self.tokens.pop(request, None)
+        for request, token in tokens.items():
+            _, position = self.tokens.get(request, (0, -1))
+            self.tokens[request] = (token, position + 1)
+
+    @staticmethod
+    def _digests(step: Step) -> dict[int, int]:
+        return {prefill.request: int(digest(prefill.pixels)) for prefill in step.prefills if prefill.pixels is not None}
+
+
+def _die_with_the_parent() -> None:
+    """A parent that is killed can't end its children; the kernel can."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,32 @@
+"""What every test may use."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run directory for this test alone, for its child processes too.
+
+    Not under tmp_path: the path of a unix socket has to fit into 107 bytes, and tmp_path carries the test's name.
+    """
+    path = Path(tempfile.mkdtemp(prefix="arena-"))  # mode 0700, as arena asks of a run directory
+    monkeypatch.setenv("ARENA_RUN_DIR", str(path))
+    yield path
+    shutil.rmtree(path)
+
+
+def require_program(name: str) -> str:
+    """Return the path of a system program; without it the test is skipped, and on CI it fails."""
+    path = shutil.which(name)
+    if path is None:
+        reason = f"the program {name!r} is not installed"
+        if os.environ.get("ARENA_CI") == "1":
+            pytest.fail(f"{reason}; .ci/run has to install it")
+        pytest.skip(reason)
+    return path
