@@ -45,15 +45,20 @@ def charge(started_ns: int, ended_ns: int, released_ns: Mapping[int, int], n_cou
     return Charge(last, ended_ns - started_ns, ended_ns - others_done_ns, full_ns)
 
 
-def charge_unfinished(started_ns: int, ended_ns: int, lags: Mapping[int, int], n_counted: int) -> Charge:
+def charge_unfinished(
+    started_ns: int, ended_ns: int, released_ns: Mapping[int, int], lags: Mapping[int, int], n_counted: int
+) -> Charge:
     """Charge a wait that a timeout or a death ended: to the holder that lags most, ties to the lowest rank.
 
     Args:
         started_ns: when the writer began to wait.
         ended_ns: when it gave up.
+        released_ns: for each rank that held the slot and no longer does, when it released it.
         lags: for each rank that still holds the slot, how many frames it is behind.
         n_counted: how many readers there are.
     """
     worst = max(lags, key=lambda rank: (lags[rank], -rank))
-    waited_ns = ended_ns - started_ns
-    return Charge(worst, waited_ns, waited_ns if len(lags) == 1 else 0, waited_ns if len(lags) == n_counted else 0)
+    moments = [min(max(at, started_ns), ended_ns) for at in released_ns.values()]
+    excess_ns = ended_ns - max(moments, default=started_ns) if len(lags) == 1 else 0
+    full_ns = min(moments, default=ended_ns) - started_ns if len(moments) + len(lags) == n_counted else 0
+    return Charge(worst, ended_ns - started_ns, excess_ns, full_ns)

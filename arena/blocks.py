@@ -92,6 +92,14 @@ class FreeList:
             self._starts.insert(index, offset)
             self._ends.insert(index, end)
 
+    def rebuild(self, nbytes: int, taken: list[tuple[int, int]]) -> None:
+        """Start anew: all of `nbytes` is free but for the ranges (start, end) taken, in order."""
+        self._starts = [0, *(end for _, end in taken)]
+        self._ends = [*(start for start, _ in taken), nbytes]
+        gaps = [(start, end) for start, end in zip(self._starts, self._ends, strict=True) if start < end]
+        self._starts = [start for start, _ in gaps]
+        self._ends = [end for _, end in gaps]
+
     @property
     def largest(self) -> int:
         """The largest free range."""
@@ -186,14 +194,19 @@ class BlockPool:
         self._entries: dict[int, Block] = {}
         self._free_entries: list[int] = []
         self._next_entry = 0
-        self._dropped: deque[Block] = deque()
+        self._exported: set[Block] = set()  # those that a tensor of the writer's lives on
+        self._dropped: deque[Block] = deque()  # those whose tensor has died since
         self.used_bytes = 0
         self.used_max_bytes = 0
         self.size_bytes = 0
         self.reclaimed = 0
+        self.torn = False  # an interrupt may have struck half-way through a change: `repair` first
         self._next_number = 1  # 0 is the ring's
         if limits.prefault and limits.max_arena_bytes:
-            self._grow(min(limits.segment_bytes, limits.max_arena_bytes))
+            try:
+                self._grow(min(limits.segment_bytes, limits.max_arena_bytes))
+            except NoRoom:
+                pass  # as without prefault: messages fall back, and say why
 
     # ── lend ─────────────────────────────────────────────────────────────────────────────────────
     def lend(self, nbytes: int) -> Block:
@@ -228,7 +241,13 @@ class BlockPool:
     def export(self, block: Block) -> memoryview:
         """The block's bytes for a tensor of the writer's; the tensor's death drops the block."""
         mapping = block.segment.segment.mapping
-        return mapping.export(block.offset, block.nbytes, _append_unless_forked, self._dropped, block, _fork_epoch)
+        self._exported.add(block)
+        args = (self._dropped, self._exported, block, _fork_epoch)
+        try:
+            return mapping.export(block.offset, block.nbytes, _append_unless_forked, *args)
+        except BaseException:
+            self._exported.discard(block)
+            raise
 
     def find(self, address: int, nbytes: int) -> tuple[Block, int] | None:
         """The block that an address range of this process lies in, and the offset in its segment."""
@@ -278,9 +297,46 @@ class BlockPool:
     def collect(self) -> None:
         """Take back what readers gave back, what the dead held, and what the writer's own tensors left."""
         while self._dropped:
-            self.drop(self._dropped.popleft())
+            block = self._dropped[0]
+            if block in self._exported:
+                self._exported.discard(block)
+                self.drop(block)
+            self._dropped.popleft()
         for hold in [hold for hold in self._outstanding.values() if self._is_back(hold)]:
+            self._count_reclaimed(hold)
             self.unhold(hold)
+
+    def repair(self, published: int) -> None:
+        """After an interrupt: rebuild what it may have torn from what no interrupt tears, namely who holds what.
+
+        A hold counts if its frame was published, a block if such a hold or a living tensor of the writer's is on it.
+        """
+        self.torn = True
+        self._outstanding = {n: hold for n, hold in self._outstanding.items() if hold.sequence < published}
+        counts = {block: 0 for block in self._exported}
+        for hold in self._outstanding.values():
+            counts[hold.block] = counts.get(hold.block, 0) + 1
+        self._free_holds = [n for n in range(self._limits.max_holds - 1, -1, -1) if n not in self._outstanding]
+        self._entries = {block.entry: block for block in counts}
+        self._free_entries = [entry for entry in range(self._next_entry) if entry not in self._entries]
+        self.used_bytes = sum(block.nbytes for block in counts)
+        self.size_bytes = sum(pool_segment.segment.nbytes for pool_segment in self.segments)
+        for pool_segment in self.segments:
+            inside = [(b.offset, b.offset + b.nbytes) for b in counts if b.segment is pool_segment]
+            pool_segment.free.rebuild(pool_segment.segment.nbytes, sorted(inside))
+        for block, count in counts.items():
+            block.holds = count
+            held = BlockState.LENT_AND_HELD if block in self._exported else BlockState.HELD
+            block.state = held if count else BlockState.LENT
+            self._show(block)
+        if self._probe is not None:
+            for entry in self._free_entries:
+                self._probe.block(entry, 0, 0, 0, 0)
+        self.torn = False
+
+    def owing(self) -> set[Seat]:
+        """The seats that have not given everything back."""
+        return {seat for hold in list(self._outstanding.values()) for seat in hold.seats}
 
     @property
     def holds_used(self) -> int:
@@ -302,9 +358,14 @@ class BlockPool:
         return held
 
     def close(self) -> None:
-        """Close the segments' fds. Tensors over them stay valid until they die."""
+        """Let the segments go. Tensors over them stay valid, and the memory goes with the last one that dies."""
         for pool_segment in self.segments:
             pool_segment.segment.close()
+        self.segments = []
+        self._outstanding = {}
+        self._entries = {}
+        self._exported.clear()  # in place: the callbacks look into it
+        self._dropped.clear()
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
     def _first_fit(self, wanted: int) -> Block | None:
@@ -374,25 +435,28 @@ class BlockPool:
         if self._limits.prefault:
             mapping.populate(0, size)
 
+    def _count_reclaimed(self, hold: Hold) -> None:
+        """Count what came back because its holder died."""
+        dead = [seat for seat in hold.seats if not self._given_back(hold, seat) and not self._never_taken(hold, seat)]
+        self.reclaimed += len(dead)
+        if self._probe is not None and dead:
+            self._probe.count(self._probe.word("holds_reclaimed_total", "reader_died"), len(dead))
+
     def _is_back(self, hold: Hold) -> bool:
         return all(self._returned(hold, seat) for seat in hold.seats)
 
     def _returned(self, hold: Hold, seat: Seat) -> bool:
-        # SYNC POINT block-reusable (observe): the reader's last access came before its store
-        if seat.returned[hold.number] == hold.generation:
+        if self._given_back(hold, seat) or self._never_taken(hold, seat) or seat.state is Peer.DEAD:
             return True
-        if seat.state is Peer.LEFT:
-            if seat.consumed <= hold.sequence:
-                return True  # it left without having read this message
-            if seat.process is not None and seat.process.is_alive() is False:
-                return self._reclaim()
-        return seat.state is Peer.DEAD and self._reclaim()
+        return seat.state is Peer.LEFT and seat.process is not None and seat.process.is_alive() is False
 
-    def _reclaim(self) -> bool:
-        self.reclaimed += 1
-        if self._probe is not None:
-            self._probe.count(self._probe.word("holds_reclaimed_total", "reader_died"))
-        return True
+    def _given_back(self, hold: Hold, seat: Seat) -> bool:
+        # SYNC POINT block-reusable (observe): the reader's last access came before its store
+        return seat.returned[hold.number] == hold.generation
+
+    def _never_taken(self, hold: Hold, seat: Seat) -> bool:
+        """It left before it came to this message."""
+        return seat.state is Peer.LEFT and seat.consumed <= hold.sequence
 
     def _move(self, block: Block, event: str) -> None:
         block.state = move(block.state, event)
@@ -419,8 +483,8 @@ class BlockPool:
         self._probe.block(block.entry, block.segment.number, block.offset, block.nbytes, holders)
 
 
-def _append_unless_forked(dropped: deque[Block], block: Block, epoch: int) -> None:
-    if epoch == _fork_epoch:
+def _append_unless_forked(dropped: deque[Block], exported: set[Block], block: Block, epoch: int) -> None:
+    if epoch == _fork_epoch and block in exported:
         dropped.append(block)
 
 
@@ -452,6 +516,10 @@ class Borrower:
         self._check_hold(hold, generation)
         mapping = self._mapping(number)
         return mapping.export(offset, nbytes, _give_back, self._returned, hold, generation, _fork_epoch)
+
+    def close(self) -> None:
+        """Let the segments go. Views of them stay valid, and the memory goes with the last one that dies."""
+        self._mappings.clear()
 
     def peek(self, words: tuple[int, int, int, int, int]) -> memoryview:
         """The bytes of a hold that `give_back` will return by hand; read-only."""

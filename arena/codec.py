@@ -195,8 +195,10 @@ class Encoder:
         pieces = self._pieces
         try:
             self._dump(obj)
-            if len(pieces) == 1 and not self._items:
-                return pieces[0]  # type: ignore[no-any-return]
+            last = pieces.pop()
+            if not pieces and not self._items:
+                return last  # type: ignore[no-any-return]
+            pieces.append(last)
             return self._message()
         except ArenaError:
             raise
@@ -209,15 +211,16 @@ class Encoder:
             ) from error
         finally:
             self._forget()
-            if len(pieces) > 1:
-                self._renew_after_large(pieces)
-            pieces.clear()
-            self._items.clear()
-            self._awaiting = None
+            if pieces or self._items:
+                self._reset()
 
-    def _renew_after_large(self, pieces: list[Any]) -> None:
-        if sum(map(len, pieces)) > _NEW_PICKLER_BYTES:
+    def _reset(self) -> None:
+        """Forget a message of several parts, or one that failed."""
+        if sum(map(len, self._pieces)) > _NEW_PICKLER_BYTES:
             self._renew()
+        self._pieces.clear()
+        self._items.clear()
+        self._awaiting = None
 
     def _on_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         if self._awaiting is not None:

@@ -13,6 +13,7 @@ from arena.layout import MAX_READERS, PAGE, PAYLOAD_OFFSET
 VIEWS: Final = ("readonly", "shared", "private")
 ON_READER_DEATH: Final = ("raise", "continue")
 _LARGEST: Final = 1 << 46
+_NAME_BYTES: Final = 200  # a memfd carries the name, and may have 249 bytes
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class QueueConfig:
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("slots", 2, 1 << 20),
+            ("slots", 2, 1 << 14),
             ("slot_bytes", PAYLOAD_OFFSET + 192, 1 << 30),
             ("max_arena_bytes", 0, _LARGEST),
             ("segment_bytes", PAGE, _LARGEST),
@@ -71,9 +72,15 @@ class QueueConfig:
                 raise _refused(name, " or ".join(map(repr, choices)), getattr(self, name))
         if self.slot_bytes % 64:
             raise _refused("slot_bytes", "a multiple of 64, so that slots keep off each other's cache lines", self.slot_bytes)
-        if not isinstance(self.name, str) or not self.name:
-            raise _refused("name", "a name", self.name)
-        if not _is_number(self.stall_warning_s) or self.stall_warning_s <= 0:
+        name_bytes = len(self.name.encode()) if isinstance(self.name, str) and self.name.isprintable() else 0
+        if not 0 < name_bytes <= _NAME_BYTES:
+            raise _refused("name", f"a printable name of at most {_NAME_BYTES} bytes", self.name)
+        for name in ("prefault", "huge_pages", "probes"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refused(name, "True or False", getattr(self, name))
+        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
+            raise _refused("run_dir", "a path or None", self.run_dir)
+        if not _is_number(self.stall_warning_s) or not self.stall_warning_s > 0:
             raise _refused("stall_warning_s", "seconds above 0", self.stall_warning_s)
 
     def from_environment(self) -> QueueConfig:

@@ -116,6 +116,8 @@ class DecodeFailed(ArenaError):
 class ReentrantUse(ArenaError, RuntimeError):
     """An endpoint was used from inside its own call: a ``__reduce__``, a signal handler, a finaliser."""
 
+    fresh = False  # on its way out of the inner call, which it refused
+
 
 class UseAfterFork(ArenaError, RuntimeError):
     """An endpoint was used in a forked child. The child attaches for itself, with the handle."""

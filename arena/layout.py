@@ -33,7 +33,6 @@ LINE_WORDS: Final = 16
 VERSION: Final = 1
 RING_MAGIC: Final = 0x4152454E_41524E47  # "ARENARNG"
 CONTROL_MAGIC: Final = 0x4152454E_4143544C  # "ARENACTL"
-FRAME_MAGIC: Final = 0x2B992DDF  # 30 bits, so that the check word stays a small int
 
 # ── identity words, at the head of both segments ─────────────────────────────────────────────────
 IDENTITY_MAGIC: Final = 0
@@ -68,24 +67,25 @@ READER_WORDS: Final = 3 * LINE_WORDS
 RELEASED_OFFSET: Final = PAGE
 
 # ── frames ───────────────────────────────────────────────────────────────────────────────────────
-# check, length | kind << 32 | flags << 40, enqueue time (CLOCK_MONOTONIC ns), sequence; then three
-# opaque words of trace context and one to spare.
-FRAME_HEADER: Final = "QQQQ"
-FRAME_HEADER_BYTES: Final = 32
-FRAME_TRACE: Final = "QQQ"
-FRAME_TRACE_OFFSET: Final = 32
-PAYLOAD_OFFSET: Final = 64
+# Header words of a slot. The tag is sequence + kind: one comparison tells a reader that the slot holds the frame
+# it wants, and of which kind. No length is written for an inline pickle, which ends itself.
+HEAD_TAG: Final = 0
+HEAD_SENT_NS: Final = 1  # CLOCK_MONOTONIC at enqueue
+HEAD_LENGTH: Final = 2  # bytes of payload
+HEAD_TRACE: Final = 3  # three opaque words of trace context, meaningful if FLAG_TRACED
+HEAD_WORDS: Final = 8
+PAYLOAD_OFFSET: Final = HEAD_WORDS * WORD
 
-KIND_SHIFT: Final = 32
-KIND_INLINE: Final = 1  # the payload is one pickle
-KIND_TABLE: Final = 2  # the payload is a buffer table, small buffers and a pickle
-KIND_BLOCK: Final = 3  # the payload is one hold; the block holds what a TABLE payload would
-KIND_FRAGMENT: Final = 4  # a piece of a TABLE payload: total, offset, first sequence, bytes
-KIND_ABORT: Final = 5  # discard the pieces so far: the message will not be completed
+# Kinds lie so far apart that no sequence reaches from one to the next; the stamp keeps small numbers, such as
+# stray bytes often are, from looking like one. All of it stays below 2**60, where Python's arithmetic is quick.
+_STAMP: Final = 0x2B992D << 32
+KIND_INLINE: Final = 1 << 56 | _STAMP  # the payload is one pickle
+KIND_TABLE: Final = 2 << 56 | _STAMP  # the payload is a buffer table, small buffers and a pickle
+KIND_BLOCK: Final = 3 << 56 | _STAMP  # the payload is one hold; the block holds what a TABLE payload would
+KIND_FRAGMENT: Final = 4 << 56 | _STAMP  # a piece of a TABLE payload: total, offset, first sequence, bytes
+KIND_ABORT: Final = 5 << 56 | _STAMP  # discard the pieces so far: the message will not be completed
 KINDS: Final = (KIND_INLINE, KIND_TABLE, KIND_BLOCK, KIND_FRAGMENT, KIND_ABORT)
-FLAG_TRACED: Final = 1 << 40
-LENGTH_MASK: Final = (1 << 32) - 1
-KIND_MASK: Final = 0xFF
+FLAG_TRACED: Final = 1 << 63
 
 FRAGMENT_HEADER: Final = "QQQ"
 FRAGMENT_HEADER_BYTES: Final = 24

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from arena.config import QueueConfig
-from arena.errors import HandleMismatch, QueueClosed, ReentrantUse, UseAfterFork, WrongEnd
+from arena.config import QueueConfig, check_timeout
+from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
 from arena.peers import Handle
 from arena.probe import Probe
 from arena.state import Endpoint, move
@@ -83,6 +83,20 @@ class MessageQueue:
         {'step': 1}
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_acquire",
+        "_attention",
+        "_busy",
+        "_closing",
+        "_lock",
+        "_on_warning",
+        "_probe",
+        "_release",
+        "_state",
+        "name",
+    )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> MessageQueue:
         if cls is MessageQueue:
             from arena.writer import Writer
@@ -116,7 +130,7 @@ class MessageQueue:
     def _begin(self, name: str, on_warning: Warn | None) -> None:
         self.name = name
         self._on_warning = on_warning
-        self._lock = threading.RLock()
+        self._new_lock()
         self._busy = False  # a call is under way
         self._attention = False  # something to see to before the next message
         self._closing = False
@@ -277,6 +291,49 @@ class MessageQueue:
                 self._lock.release()
 
     # ── for the two ends ─────────────────────────────────────────────────────────────────────────
+    # The verbs take the lock by hand: `with` costs twice as much as two bound calls. CPython delivers signals only
+    # after calls and at loop ends, so between the verb's last call and `_release` there is no gap; everything
+    # before is inside its `try`, and `_leave` knows whether the lock was taken.
+    def _new_lock(self) -> None:
+        self._lock = threading.RLock()
+        self._acquire = self._lock.acquire
+        self._release = self._lock.release
+
+    def _contend(self, timeout: float | None) -> None:
+        """Another thread is in a call: wait for it."""
+        if not self._acquire(timeout=-1 if timeout is None else check_timeout(timeout) or 0.0):
+            raise QueueTimeout(
+                f"another thread uses queue {self.name!r}",
+                expected="its call to end within the timeout",
+                remedy="nothing was sent or taken; allow more time, or use one endpoint per thread",
+            )
+
+    def _enter(self) -> None:
+        """Begin a call, for which something is to be seen to first. A signal handler's call is refused from now on."""
+        try:
+            self._refuse_use()
+        except ReentrantUse as error:
+            error.fresh = True
+            raise
+        self._busy = True
+
+    def _leave(self, error: BaseException) -> None:
+        """A verb failed: count it, and let go of what it held."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
+            return
+        if isinstance(error, ReentrantUse) and error.fresh:
+            error.fresh = False  # the outer call still runs; should this come by again, it ends by it
+        else:
+            self._busy = False
+            if isinstance(error, ArenaError):
+                self._count_error(error)
+            if self._closing:
+                self._finish()
+        self._release()
+
+    def _count_error(self, error: ArenaError) -> None:
+        raise NotImplementedError
+
     def _say_closing(self) -> None:
         """Tell the peers, and wake every waiter of this end."""
         raise NotImplementedError
@@ -289,6 +346,7 @@ class MessageQueue:
         """The last one out closes the door: the call under way, or else `shutdown` itself."""
         if self._state is not Endpoint.CLOSED:
             self._state = move(self._state, "close")
+            self._attention = True  # the next call must be refused
             self._release_everything()
 
     def _refuse_use(self) -> None:
@@ -300,6 +358,14 @@ class MessageQueue:
                 found="a call from a __reduce__, a signal handler or a finaliser",
                 remedy="collect what to send and send it after the call",
             )
+        self._refuse_forked()
+        if self._closing:
+            if self._state is not Endpoint.CLOSED:
+                self._finish()
+            raise self._closed()
+
+    def _refuse_forked(self) -> None:
+        """Raise in a forked child, where the endpoint's memory is not mapped."""
         if self._state is Endpoint.FORKED:
             raise UseAfterFork(
                 f"queue {self.name!r} was inherited through fork",
@@ -307,10 +373,6 @@ class MessageQueue:
                 found=f"process {os.getpid()}",
                 remedy="attach in the child with create_from_handle",
             )
-        if self._closing:
-            if self._state is not Endpoint.CLOSED:
-                self._finish()
-            raise self._closed()
 
     def _closed(self) -> QueueClosed:
         return QueueClosed(f"queue {self.name!r} was shut down by this end")
@@ -343,7 +405,7 @@ def _note_fork() -> None:
         endpoint._state = Endpoint.FORKED
         endpoint._attention = True
         endpoint._probe = None
-        endpoint._lock = threading.RLock()
+        endpoint._new_lock()
         endpoint._busy = False
 
 

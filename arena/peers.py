@@ -47,6 +47,8 @@ _HELLO_TIMEOUT_S: Final = 5.0
 _SO_PEERPIDFD: Final = 77
 _PIDFD_INFO_EXIT: Final = 1 << 3
 _BACKLOG: Final = 512
+_DYING_MS: Final = 200
+_WORD_MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,13 @@ class Handle:
 class Process:
     """A peer's process, watched through a pidfd where there is one."""
 
-    __slots__ = ("_fd", "_poll", "_seen_dead", "who")
+    __slots__ = ("_fd", "_poll", "_seen_dead", "_signal", "who")
 
     def __init__(self, who: Identity, fd: int | None) -> None:
         self.who = who
         self._fd = fd
         self._seen_dead = False
+        self._signal: int | None = None  # what ended it, once the pidfd is given back
         self._poll = select.poll()
         if fd is not None:
             self._poll.register(fd, select.POLLIN)
@@ -114,26 +117,33 @@ class Process:
         if self._seen_dead:
             return False
         if self._fd is not None:
-            self._seen_dead = bool(self._poll.poll(0))
+            try:
+                self._seen_dead = bool(self._poll.poll(0))
+            except RuntimeError:  # another thread is asking this very moment; the next look will tell
+                return True
             return not self._seen_dead
         alive = is_alive(self.who)
         self._seen_dead = alive is False
         return alive
 
     def signal(self) -> int | None:
-        """The signal that ended it, where this process is its parent (and has not reaped it yet)."""
+        """The signal that ended it; None where the kernel can't tell: reaped already, before Linux 6.15."""
         if self._fd is None:
-            return None
+            return self._signal
         try:
             status = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except OSError:
-            return _signal_from_kernel(self._fd)
+        except OSError:  # not a child of ours
+            # Its parent may reap it between the two looks, so look once more.
+            fd = self._fd
+            return _signal_from_kernel(fd) or _signal_of_zombie(self.who) or _signal_from_kernel(fd)
         if status is None or status.si_code not in (os.CLD_KILLED, os.CLD_DUMPED):
             return None
         return status.si_status
 
     def close(self) -> None:
         """Give the pidfd back."""
+        if self._seen_dead:
+            self._signal = self.signal()
         fd, self._fd = self._fd, None
         if fd is not None:
             self._poll.unregister(fd)
@@ -173,6 +183,20 @@ def _signal_from_kernel(fd: int) -> int | None:
     if not mask & _PIDFD_INFO_EXIT:
         return None
     status = struct.unpack_from("=i", info, 60)[0]
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def _signal_of_zombie(who: Identity) -> int | None:
+    """The same from /proc, which tells it until the process is reaped."""
+    if who.pid_namespace != identity().pid_namespace:
+        return None
+    try:
+        fields = Path(f"/proc/{who.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    state, start_ticks, status = fields[0], int(fields[19]), int(fields[49])
+    if state not in (b"Z", b"X") or start_ticks != who.start_ticks:
+        return None
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
 
 
@@ -275,7 +299,7 @@ class Roster:
             self._fill(seat, control, process, connection)
             self.news.append(("attach", seat))
             self._recount()
-            if all(one.state in (Peer.ATTACHED, Peer.JOINING) for one in self.seats):
+            if all(one.state is not Peer.EXPECTED for one in self.seats):
                 self._live[layout.READY] = 1
                 self.everyone_came.set()
             return seat
@@ -306,11 +330,10 @@ class Roster:
         with self.lock:
             return self._reap()
 
-    def take_deaths(self) -> list[Seat]:
-        """Deaths not reported yet."""
+    def take_death(self) -> Seat:
+        """The first death not reported yet."""
         with self.lock:
-            deaths, self.deaths = self.deaths, []
-            return deaths
+            return self.deaths.pop(0)
 
     def take_news(self) -> list[tuple[str, Seat]]:
         """Arrivals and departures since the last call, for the event ring."""
@@ -336,6 +359,14 @@ class Roster:
                 if seat.process is not None:
                     seat.process.close()
 
+    def let_go(self, owing: set[Seat]) -> None:
+        """Forget who left, once they owe no block; until then their death gives the block back."""
+        with self.lock:
+            for seat in self.departed:
+                if seat not in owing and seat.process is not None:
+                    seat.process.close()
+            self.departed = [seat for seat in self.departed if seat in owing]
+
     def _reap(self) -> bool:
         found = False
         for seat in self.seats:
@@ -346,6 +377,7 @@ class Roster:
                 elif seat.process.is_alive() is False:
                     seat.state = move(seat.state, "die")
                     self.deaths.append(seat)
+                    seat.process.close()
                 else:
                     continue
                 self.news.append(("leave" if seat.state is Peer.LEFT else "death", seat))
@@ -575,8 +607,10 @@ class AttachServer:
     def _check_control(self, control: Mapping, rank: int) -> None:
         words = control.raw_words(0, layout.IDENTITY_WORDS)
         found = (words[layout.IDENTITY_MAGIC], words[layout.IDENTITY_VERSION], words[layout.IDENTITY_RANK])
-        if found != (layout.CONTROL_MAGIC, layout.VERSION, rank):
+        if found != (layout.CONTROL_MAGIC, layout.VERSION, rank & _WORD_MASK):
             raise HandleMismatch("the reader's control segment is not one", found=str(found))
+        if control.words(layout.LIVE_OFFSET, layout.READER_WORDS)[layout.READER_CLOSED]:
+            raise QueueClosed("the reader has given up waiting for this answer")
 
 
 def _abandon_inherited_sockets() -> None:
@@ -607,7 +641,10 @@ class Attachment:
                 "rank": rank,
                 "who": [own.pid, own.start_ticks, own.pid_namespace],
             }
-            _send(self._connection, hello, [control.fd])
+            try:
+                _send(self._connection, hello, [control.fd])
+            except OSError:
+                pass  # the writer hung up; what it said, or that it died, is for the answer to tell
             self._take_answer(timeout_s)
         except BaseException:
             self.close()
@@ -681,11 +718,13 @@ class Attachment:
                 remedy="look at it with py-spy, or allow more time",
             )
         if self._connection.fileno() not in ready:
-            raise PeerDied("the writer died while this reader attached", pid=self.process.who.pid)
+            raise self._writer_died()
         try:
             message, fds = _receive(self._connection)
         except ConnectionResetError:
             message, fds = None, []
+        if message is None and self._died_meanwhile():
+            raise self._writer_died()
         if message is None:
             raise QueueClosed(
                 "the writer hung up on the attach request",
@@ -704,6 +743,24 @@ class Attachment:
             raise CorruptFrame("the writer's hand-over message is malformed", expected="one fd per segment")
         for (number, nbytes), fd in zip(table, fds, strict=True):
             self._segments[number] = (nbytes, fd)
+
+
+    def _died_meanwhile(self) -> bool:
+        """Whether the hang-up was a death: a dying process closes its sockets a moment before its pidfd tells."""
+        if self.process.fd is not None:
+            poll = select.poll()
+            poll.register(self.process.fd, select.POLLIN)
+            poll.poll(_DYING_MS)
+        return self.process.is_alive() is False
+
+    def _writer_died(self) -> PeerDied:
+        return PeerDied(
+            "the writer died while this reader attached",
+            pid=self.process.who.pid,
+            signal=self.process.signal(),
+            expected="an answer on its attach socket",
+            remedy="start the writer anew and attach to its new queue",
+        )
 
 
 def _peer_identity(connection: socket.socket) -> Identity:

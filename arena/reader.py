@@ -25,13 +25,14 @@ from arena.errors import (
     QueueClosed,
     QueueTimeout,
 )
-from arena.memory import Segment
+from arena.layout import HEAD_SENT_NS, KIND_INLINE, WRITER_PARKED
+from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.peers import Attachment, Handle, signal_name
 from arena.probe import Event, Probe, Role, hooks
-from arena.probe.directory import reader_page, remove_if_empty
+from arena.probe.directory import reader_page, remove_dead_pages, remove_if_empty
 from arena.probe.metrics import ERROR_KINDS
-from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS
+from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS, MANY_MESSAGES, SAMPLE
 from arena.ring import ReaderRing
 from arena.state import Endpoint, move
 from arena.state import Message as MessageState
@@ -63,6 +64,37 @@ class _Words:
 class Reader(MessageQueue):
     """What `MessageQueue.create_from_handle` makes. See there."""
 
+    __slots__ = (
+        "_admitted",
+        "_attachment",
+        "_borrower",
+        "_consumed",
+        "_consumed_futex",
+        "_directory",
+        "_handle",
+        "_heads",
+        "_message",
+        "_parked",
+        "_partial",
+        "_partial_bytes",
+        "_payloads",
+        "_published",
+        "_published_futex",
+        "_ranks",
+        "_released",
+        "_ring",
+        "_sample",
+        "_sampled_from",
+        "_slots",
+        "_spin",
+        "_trace",
+        "_waiter",
+        "_wanted",
+        "_words",
+        "_writer_words",
+        "rank",
+    )
+
     def __init__(self, handle: Handle, rank: int, *, timeout: float | None, on_warning: Warn | None) -> None:
         handle.check()
         if not isinstance(rank, int) or isinstance(rank, bool):
@@ -75,6 +107,9 @@ class Reader(MessageQueue):
         control = self._make_control()
         try:
             self._attachment = Attachment(handle, rank, control, timeout_s=check_timeout(timeout))
+        except BaseException:
+            self._ring_closed_word(control)  # should the writer come to the request yet, nobody is here any more
+            raise
         finally:
             control.close()
         try:
@@ -91,14 +126,20 @@ class Reader(MessageQueue):
         self._consumed = self._ring.consumed
         self._published = self._ring.published
         self._payloads = self._ring.payloads
+        self._heads = self._ring.heads
+        self._released = self._ring.released
+        self._trace: hooks.Trace | None = None
         self._slots = geometry.slots
         self._parked = control.mapping.words(layout.LIVE_OFFSET + layout.READER_PARKED * layout.WORD, 1)
         self._consumed_futex = control.mapping.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
         returned = control.mapping.words(geometry.returned_offset, geometry.max_holds)
         self._borrower = Borrower(self._attachment.take_segment, returned, geometry.max_holds, views=handle.views)
         self._waiter = Waiter(handle.n_reader + 1)
+        self._spin = self._waiter.spin
+        self._writer_words = self._ring.writer
+        self._sample = 0
+        self._sampled_from = 0
         self._wanted = 0
-        self._starved_ns = 0
         self._partial: bytearray | None = None
         self._partial_bytes = 0
         self._message = MessageState.NONE
@@ -142,6 +183,7 @@ class Reader(MessageQueue):
 
     def _make_probe(self) -> Probe:
         about = {"queue": self.name, "instance": self._handle.instance, "n_reader": self._handle.n_reader}
+        remove_dead_pages(self._directory, self.rank, keep=1)
         path = reader_page(self._directory, self.rank, os.getpid(), secrets.token_hex(3))
         return Probe(path, Role.READER, rank=self.rank, n_reader=self._handle.n_reader, slots=0, about=about)
 
@@ -159,55 +201,59 @@ class Reader(MessageQueue):
 
     # ── the story ────────────────────────────────────────────────────────────────────────────────
     def dequeue(self, timeout: float | None = None) -> Any:
-        with self._lock:
+        try:
+            if not self._acquire(False):
+                self._contend(timeout)
             deadline_ns = None
             if self._attention or self._busy or timeout is not None:
                 deadline_ns = self._prepare(timeout)
             self._busy = True
-            try:
-                while True:
-                    sequence = self._consumed[0]
-                    # SYNC POINT frame-visible (observe): the slot's bytes came before this store
-                    if self._published[0] > sequence:
-                        received_ns = _monotonic_ns()
-                    else:
-                        received_ns = self._wait(sequence, deadline_ns)
-                    kind, length, sent_ns = self._ring.header(sequence)
-                    if kind == layout.KIND_INLINE:
-                        try:
-                            obj = _loads(self._payloads[sequence % self._slots])
-                        except Exception as error:
-                            raise self._decode_failed(error) from error
-                        finally:
-                            now_ns = _monotonic_ns()
-                            self._ring.release(sequence, now_ns)
-                        complete = True
-                    else:
-                        complete, obj, now_ns = self._take(sequence, kind, length)
-                    if self._probe is not None:
-                        self._observe(sequence, length, sent_ns, received_ns, now_ns)
-                    if hooks.trace_sink is not None:
-                        self._hand_trace(sequence, kind)
-                    if complete:
-                        break
+            complete = False
+            while not complete:
+                sequence = self._consumed[0]
+                # SYNC POINT frame-visible (observe): the slot's bytes came before this store
+                if self._published[0] > sequence:
+                    received_ns = _monotonic_ns()
+                elif self._spin(self._published, sequence, deadline_ns):
+                    received_ns = self._waiter.ended_ns
+                else:
+                    received_ns = self._wait(sequence, deadline_ns)
+                slot = sequence % self._slots
+                if self._heads[slot][0] - sequence == KIND_INLINE:
+                    try:
+                        obj = _loads(self._payloads[slot])
+                    except Exception as error:
+                        raise self._decode_failed(error) from error
+                    finally:
+                        # Also its release time: decoding one small pickle is not worth a second clock.
+                        self._released[slot] = now_ns = received_ns
+                        # SYNC POINT slot-reusable (publish): the slot has been read before this store is seen
+                        self._consumed[0] = sequence + 1
+                    complete = True
+                else:
+                    complete, obj, now_ns = self._take(sequence)
+                if self._probe is not None:
+                    self._observe(sequence, received_ns, now_ns)
+                if hooks.trace_sink is not None:
+                    self._hand_trace()
+                if not complete:
                     self._wake_writer()
-            except ArenaError as error:
-                self._count_error(error)
-                raise
-            finally:
-                self._busy = False
-                if self._closing:
-                    self._finish()
-        # On x86 the lock's release above was the fence between `consumed` and the look at `parked`.
-        if not memory.UNLOCK_IS_A_FENCE:
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._busy = False
+        if self._closing:
+            self._finish()
+        self._release()  # on x86, also the fence between `consumed` and the look at `parked`
+        if not UNLOCK_IS_A_FENCE:
             memory.fence()
-        if self._ring.writer[layout.WRITER_PARKED]:
+        if self._writer_words[WRITER_PARKED]:
             self._consumed_futex.wake()
         return obj
 
     def _prepare(self, timeout: float | None) -> int | None:
+        self._enter()
         deadline_ns = deadline_after(check_timeout(timeout))
-        self._refuse_use()
         if not self._admitted:
             self._await_admission(deadline_ns)
         self._attention = False
@@ -215,10 +261,12 @@ class Reader(MessageQueue):
 
     def _await_admission(self, deadline_ns: int | None) -> None:
         """A joiner's first wait: the writer admits it with its next message."""
-        while not self._take_place():
-            seen = self._published[0]
+        while True:
+            seen = self._published[0]  # before the look: a frame that admits us and comes after it moves this on
+            if self._take_place():
+                break
             self._wanted = seen
-            if not self._until_published(seen, deadline_ns) and not self._take_place():
+            if not self._park(seen, deadline_ns) and not self._take_place():
                 raise self._timed_out(seen)
         self._admitted = True
 
@@ -226,21 +274,18 @@ class Reader(MessageQueue):
     def _wait(self, sequence: int, deadline_ns: int | None) -> int:
         """Wait for a frame; returns when it was seen."""
         self._wanted = sequence
-        began_ns = _monotonic_ns()
         try:
-            if not self._until_published(sequence, deadline_ns):
+            if not self._park(sequence, deadline_ns):
                 raise self._timed_out(sequence)
         finally:
             if self._state is Endpoint.WAITING:
                 self._state = move(self._state, "proceed")
                 if self._probe is not None:
                     self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
-        ended_ns = self._waiter.ended_ns
-        self._starved_ns += ended_ns - began_ns
-        return ended_ns
+        return self._waiter.ended_ns
 
-    def _until_published(self, sequence: int, deadline_ns: int | None) -> bool:
-        return self._waiter.until_above(
+    def _park(self, sequence: int, deadline_ns: int | None) -> bool:
+        return self._waiter.park(
             self._published,
             sequence,
             futex=self._published_futex,
@@ -295,23 +340,25 @@ class Reader(MessageQueue):
             self._consumed_futex.wake()
 
     # ── messages of several parts ────────────────────────────────────────────────────────────────
-    def _take(self, sequence: int, kind: int, length: int) -> tuple[bool, Any, int]:
-        """Take a frame that is not one inline pickle: (whether a message is complete, the message, time)."""
-        payload = self._ring.payload(sequence, length)
-        plain = kind & layout.KIND_MASK
-        if plain == layout.KIND_FRAGMENT:
+    def _take(self, sequence: int) -> tuple[bool, Any, int]:
+        """Take a frame that is not just one inline pickle: (whether a message is complete, the message, time)."""
+        kind, traced = self._ring.kind(sequence)
+        self._trace = self._ring.trace(sequence) if traced else None
+        if kind == KIND_INLINE:  # with trace context
+            payload = self._payloads[layout.slot_of(sequence, self._slots)]
+        else:
+            payload = self._ring.payload(sequence)
+        if kind == layout.KIND_FRAGMENT:
             self._check_fragment(sequence, payload)
-        elif plain not in layout.KINDS:
-            raise CorruptFrame(f"frame {sequence} is of an unknown kind", found=str(plain))
         complete, obj = True, None
         try:
-            if plain == layout.KIND_INLINE:
+            if kind == layout.KIND_INLINE:
                 obj = self._decoded(lambda: _loads(payload))
-            elif plain == layout.KIND_TABLE:
+            elif kind == layout.KIND_TABLE:
                 obj = self._decode_payload(payload)
-            elif plain == layout.KIND_BLOCK:
+            elif kind == layout.KIND_BLOCK:
                 obj = self._decode_block(payload)
-            elif plain == layout.KIND_FRAGMENT:
+            elif kind == layout.KIND_FRAGMENT:
                 self._gather(payload)
                 complete = False
             else:
@@ -410,10 +457,11 @@ class Reader(MessageQueue):
         if self._message is MessageState.PARTIAL:
             self._message = move(self._message, "abort")
 
-    def _hand_trace(self, sequence: int, kind: int) -> None:
+    def _hand_trace(self) -> None:
+        """Give telemetry the context that came with the message, read before its slot was released."""
+        trace, self._trace = self._trace, None
         if hooks.trace_sink is not None:
-            traced = kind & (layout.FLAG_TRACED >> layout.KIND_SHIFT)
-            hooks.trace_sink(self._ring.trace(sequence) if traced else None)
+            hooks.trace_sink(trace)
 
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
     def broadcast_object(self, obj: object = None) -> Any:
@@ -421,8 +469,9 @@ class Reader(MessageQueue):
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         deadline_ns = deadline_after(check_timeout(timeout))
+        self._refuse_forked()
         while not self._ring.writer[layout.READY]:
-            if self._closing or self._state is Endpoint.FORKED:
+            if self._closing:
                 self._refuse_use()
             self._wanted = self._published[0]
             self._look(_monotonic_ns())
@@ -438,6 +487,7 @@ class Reader(MessageQueue):
             self._state = move(self._state, "proceed")
 
     def statistics(self) -> Statistics:
+        self._refuse_forked()
         consumed, published = self._consumed[0], self._published[0]
         errors = {}
         if self._probe is not None and self._words is not None:
@@ -450,12 +500,14 @@ class Reader(MessageQueue):
             consumed_by_reader={self.rank: consumed},
             lag_by_reader={self.rank: max(0, published - consumed)},
             errors={kind: count for kind, count in errors.items() if count},
-            starved_s=self._starved_ns / 1e9,
+            starved_s=self._waiter.waited_ns / 1e9,
             parks=self._waiter.parks,
             missed_wakes=self._waiter.missed_wakes,
         )
 
     def __repr__(self) -> str:
+        if self._state is Endpoint.FORKED:
+            return f"<MessageQueue {self.name!r} reader {self.rank}, forked: only the process that made it can use it>"
         return (
             f"<MessageQueue {self.name!r} reader {self.rank}, {self._state.name.lower()}: "
             f"consumed {self._consumed[0]} <= published {self._published[0]}>"
@@ -470,34 +522,41 @@ class Reader(MessageQueue):
         self._ring.control[layout.READER_CLOSED] = 1
         self._consumed_futex.wake()
         self._attachment.close()
+        self._borrower.close()
         if self._probe is not None:
             self._probe.closed(Endpoint.CLOSED, _monotonic_ns())
             self._probe.unlink()
         remove_if_empty(self._directory)
 
     # ── observing: after the fact, and unable to fail ────────────────────────────────────────────
-    def _observe(self, sequence: int, length: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
-        probe, words = self._probe, self._words
-        if probe is None or words is None:
-            return
-        values = probe.values
-        delay_ns = received_ns - sent_ns
-        if delay_ns < 0:
-            delay_ns = 0
-        values[words.delay + delay_ns.bit_length()] += 1
-        values[words.delay + 65] += delay_ns
-        hold_ns = now_ns - received_ns
-        values[words.hold + hold_ns.bit_length()] += 1
-        values[words.hold + 65] += hold_ns
+    def _observe(self, sequence: int, received_ns: int, now_ns: int) -> None:
+        probe = self._probe
+        assert probe is not None
         page = probe.words
         page[L_SEQUENCE] = sequence + 1
         page[L_SEQUENCE_NS] = now_ns
-        if now_ns - probe.last_event_ns >= probe.event_gap_ns:
-            probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
-        else:
-            values[probe.events_dropped] += 1
         if now_ns >= probe.next_flush_ns:
+            self._adapt_sampling(sequence)
             self._flush(now_ns)
+        if not sequence & self._sample or now_ns != received_ns:
+            self._observe_closely(sequence, received_ns, now_ns)
+
+    def _observe_closely(self, sequence: int, received_ns: int, now_ns: int) -> None:
+        probe, words = self._probe, self._words
+        assert probe is not None and words is not None
+        # Two time namespaces could make this negative; a histogram has no place for that.
+        delay_ns = max(0, received_ns - self._ring.heads[sequence % self._slots][HEAD_SENT_NS])
+        hold_ns = (now_ns if now_ns != received_ns else _monotonic_ns()) - received_ns
+        probe.observe(words.delay, delay_ns)
+        probe.observe(words.hold, hold_ns)
+        if now_ns >= probe.next_event_ns:
+            probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
+
+    def _adapt_sampling(self, sequence: int) -> None:
+        """Look closely at every small message while they are few, at one in 16 while there are many."""
+        many = sequence - self._sampled_from > MANY_MESSAGES
+        self._sampled_from = sequence
+        self._sample = SAMPLE if many else 0
 
     def _count_error(self, error: ArenaError) -> None:
         kinds = {"CorruptFrame": "corrupt_frame", "DecodeFailed": "decode", "QueueTimeout": "timeout", "PeerDied": "peer_died"}
@@ -513,7 +572,8 @@ class Reader(MessageQueue):
             probe.gauge(words.parks, waiter.parks)
             probe.gauge(words.missed, waiter.missed_wakes)
             probe.gauge(words.spin, waiter.spin_ns)
-            probe.gauge(words.starved, self._starved_ns)
+            probe.gauge(words.starved, waiter.waited_ns)
+            probe.gauge(probe.events_dropped, max(0, self._consumed[0] - probe.message_events))
             probe.flush(now_ns)
 
 

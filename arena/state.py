@@ -49,43 +49,46 @@ class Message(IntEnum):
 
 State = TypeVar("State", bound=IntEnum)
 
-MOVES: Final[dict[tuple[IntEnum, str], IntEnum]] = {
-    (Endpoint.NEW, "attach"): Endpoint.WORKING,
-    (Endpoint.WORKING, "wait"): Endpoint.WAITING,
-    (Endpoint.WAITING, "proceed"): Endpoint.WORKING,
-    (Endpoint.WORKING, "gate"): Endpoint.GATE,
-    (Endpoint.GATE, "proceed"): Endpoint.WORKING,
-    (Endpoint.NEW, "close"): Endpoint.CLOSED,
-    (Endpoint.WORKING, "close"): Endpoint.CLOSED,
-    (Endpoint.WAITING, "close"): Endpoint.CLOSED,
-    (Endpoint.GATE, "close"): Endpoint.CLOSED,
-    (Endpoint.NEW, "fork"): Endpoint.FORKED,
-    (Endpoint.WORKING, "fork"): Endpoint.FORKED,
-    (Endpoint.WAITING, "fork"): Endpoint.FORKED,
-    (Endpoint.GATE, "fork"): Endpoint.FORKED,
-    (Endpoint.CLOSED, "fork"): Endpoint.FORKED,
-    (Peer.EXPECTED, "attach"): Peer.ATTACHED,
-    (Peer.ATTACHED, "leave"): Peer.LEFT,
-    (Peer.ATTACHED, "die"): Peer.DEAD,
-    (Peer.LEFT, "attach"): Peer.JOINING,
-    (Peer.DEAD, "attach"): Peer.JOINING,
-    (Peer.JOINING, "admit"): Peer.ATTACHED,
-    (Peer.JOINING, "leave"): Peer.LEFT,
-    (Peer.JOINING, "die"): Peer.DEAD,
-    (Block.FREE, "lend"): Block.LENT,
-    (Block.LENT, "hold"): Block.LENT_AND_HELD,
-    (Block.LENT, "drop"): Block.FREE,
-    (Block.LENT_AND_HELD, "hold"): Block.LENT_AND_HELD,
-    (Block.LENT_AND_HELD, "drop"): Block.HELD,
-    (Block.LENT_AND_HELD, "return"): Block.LENT,
-    (Block.HELD, "return"): Block.FREE,
-    (Message.NONE, "fragment"): Message.PARTIAL,
-    (Message.PARTIAL, "fragment"): Message.PARTIAL,
-    (Message.PARTIAL, "complete"): Message.NONE,
-    (Message.PARTIAL, "give up"): Message.OWED_ABORT,
-    (Message.PARTIAL, "abort"): Message.NONE,
-    (Message.OWED_ABORT, "abort"): Message.NONE,
-}
+MOVES: Final[tuple[tuple[IntEnum, str, IntEnum], ...]] = (
+    (Endpoint.NEW, "attach", Endpoint.WORKING),
+    (Endpoint.WORKING, "wait", Endpoint.WAITING),
+    (Endpoint.WAITING, "proceed", Endpoint.WORKING),
+    (Endpoint.WORKING, "gate", Endpoint.GATE),
+    (Endpoint.GATE, "proceed", Endpoint.WORKING),
+    (Endpoint.NEW, "close", Endpoint.CLOSED),
+    (Endpoint.WORKING, "close", Endpoint.CLOSED),
+    (Endpoint.WAITING, "close", Endpoint.CLOSED),
+    (Endpoint.GATE, "close", Endpoint.CLOSED),
+    (Endpoint.NEW, "fork", Endpoint.FORKED),
+    (Endpoint.WORKING, "fork", Endpoint.FORKED),
+    (Endpoint.WAITING, "fork", Endpoint.FORKED),
+    (Endpoint.GATE, "fork", Endpoint.FORKED),
+    (Endpoint.CLOSED, "fork", Endpoint.FORKED),
+    (Peer.EXPECTED, "attach", Peer.ATTACHED),
+    (Peer.ATTACHED, "leave", Peer.LEFT),
+    (Peer.ATTACHED, "die", Peer.DEAD),
+    (Peer.LEFT, "attach", Peer.JOINING),
+    (Peer.DEAD, "attach", Peer.JOINING),
+    (Peer.JOINING, "admit", Peer.ATTACHED),
+    (Peer.JOINING, "leave", Peer.LEFT),
+    (Peer.JOINING, "die", Peer.DEAD),
+    (Block.FREE, "lend", Block.LENT),
+    (Block.LENT, "hold", Block.LENT_AND_HELD),
+    (Block.LENT, "drop", Block.FREE),
+    (Block.LENT_AND_HELD, "hold", Block.LENT_AND_HELD),
+    (Block.LENT_AND_HELD, "drop", Block.HELD),
+    (Block.LENT_AND_HELD, "return", Block.LENT),
+    (Block.HELD, "return", Block.FREE),
+    (Message.NONE, "fragment", Message.PARTIAL),
+    (Message.PARTIAL, "fragment", Message.PARTIAL),
+    (Message.PARTIAL, "complete", Message.NONE),
+    (Message.PARTIAL, "give up", Message.OWED_ABORT),
+    (Message.PARTIAL, "abort", Message.NONE),
+    (Message.OWED_ABORT, "abort", Message.NONE),
+)
+
+# With the type: states of two machines are equal, as keys too, where their numbers are.
+_AFTER: Final = {(type(before), before, event): after for before, event, after in MOVES}
 
 
 def move(state: State, event: str) -> State:
@@ -94,7 +97,7 @@ def move(state: State, event: str) -> State:
     Raises:
         AssertionError: the move is not in the table, which is a bug in Arena.
     """
-    after = MOVES.get((state, event))
+    after = _AFTER.get((type(state), state, event))
     if after is None:
         raise AssertionError(f"illegal move: {type(state).__name__} {state.name} on {event!r}")
     return type(state)(after)
@@ -103,5 +106,5 @@ def move(state: State, event: str) -> State:
 def diagram(machine: type[IntEnum]) -> str:
     """The machine as a Mermaid state diagram; README carries exactly this text."""
     lines = ["stateDiagram-v2"]
-    lines += [f"    {a.name} --> {b.name}: {event}" for (a, event), b in MOVES.items() if isinstance(a, machine)]
+    lines += [f"    {a.name} --> {b.name}: {event}" for a, event, b in MOVES if isinstance(a, machine)]
     return "\n".join(lines)

@@ -22,6 +22,7 @@ from arena import memory
 from arena.memory import Futex, Words
 
 BUSY_POLLS: Final = 5
+FIRST_POLLS: Final = 16
 POLLS_A_LOOK: Final = 8
 MIN_BUDGET_NS: Final = 50_000
 MAX_BUDGET_NS: Final = 1_000_000
@@ -57,23 +58,74 @@ def deadline_after(timeout_s: float | None) -> int | None:
 class Waiter:
     """How one endpoint waits. Not for two threads at once.
 
-    `look(now_ns)` is called before the first sleep and after each: it refreshes what observers see, and
-    raises if waiting has become pointless.
+    A wait is `spin`, then, if that did not do, `park`.
     """
 
-    __slots__ = ("_busy_polls", "_expected_ns", "_max_budget_ns", "ended_ns", "missed_wakes", "parks", "spin_ns")
+    __slots__ = (
+        "_busy_polls",
+        "_expected_ns",
+        "_max_budget_ns",
+        "_spun_ns",
+        "ended_ns",
+        "missed_wakes",
+        "parks",
+        "spin_ns",
+        "waited_ns",
+    )
 
     def __init__(self, processes: int) -> None:
         crowded = processes > usable_cores()
         self._busy_polls = 0 if crowded else BUSY_POLLS
         self._max_budget_ns = CROWDED_BUDGET_NS if crowded else MAX_BUDGET_NS
-        self._expected_ns = 0
-        self.ended_ns = 0
+        self._expected_ns = 0  # the recent gaps, as an average that forgets quickly
+        self._spun_ns = 0  # how long the spin before a park took
+        self.ended_ns = 0  # when the last wait was over
+        self.waited_ns = 0  # all waits together
+        self.spin_ns = 0  # those parts of them that burnt CPU, without the shortest ones
         self.parks = 0
         self.missed_wakes = 0
-        self.spin_ns = 0
 
-    def until_above(
+    def spin(self, word: Words, floor: int, deadline_ns: int | None = None) -> bool:
+        """Poll and yield until ``word[0] > floor``; False once the budget, or the deadline, is spent.
+
+        Most waits of a busy queue end in the first few rounds, so these come before any reckoning.
+        """
+        started_ns = _monotonic_ns()
+        for _ in range(self._busy_polls):
+            if word[0] > floor:
+                self.ended_ns = started_ns
+                return True
+        for _ in range(FIRST_POLLS):
+            _sched_yield()
+            if word[0] > floor:
+                self.ended_ns = now_ns = _monotonic_ns()
+                self.waited_ns += now_ns - started_ns
+                self._expected_ns >>= 1
+                return True
+        return self._spin_on(word, floor, started_ns, deadline_ns)
+
+    def _spin_on(self, word: Words, floor: int, started_ns: int, deadline_ns: int | None) -> bool:
+        ends_ns = started_ns + self._budget_ns()
+        if deadline_ns is not None and deadline_ns < ends_ns:
+            ends_ns = deadline_ns
+        passed = False
+        while not passed and _monotonic_ns() < ends_ns:
+            for _ in range(POLLS_A_LOOK):
+                _sched_yield()
+                if word[0] > floor:
+                    passed = True
+                    break
+        self.ended_ns = _monotonic_ns()
+        waited_ns = self.ended_ns - started_ns
+        self.waited_ns += waited_ns
+        self.spin_ns += waited_ns
+        if passed:
+            self._learn(waited_ns)
+        else:
+            self._spun_ns = waited_ns
+        return passed
+
+    def park(
         self,
         word: Words,
         floor: int,
@@ -84,7 +136,7 @@ class Waiter:
         look: Callable[[int], None],
         deadline_ns: int | None,
     ) -> bool:
-        """Wait until ``word[0] > floor``; False if the deadline came first.
+        """Sleep until ``word[0] > floor``; False if the deadline came first.
 
         Args:
             word: the shared word.
@@ -92,53 +144,10 @@ class Waiter:
             futex: the same word as a futex.
             parked: this endpoint's own word that tells the other side to wake it.
             code: what to write there.
-            look: see the class.
+            look: called with the time before the first sleep and after each. Refreshes what observers see, and
+                raises if waiting has become pointless.
             deadline_ns: monotonic time of the deadline.
         """
-        for _ in range(self._busy_polls):
-            if word[0] > floor:
-                self.ended_ns = _monotonic_ns()
-                return True
-        started_ns = _monotonic_ns()
-        passed = self._yield_until(word, floor, started_ns, deadline_ns) or self._park_until(
-            word, floor, futex, parked, code, look, deadline_ns
-        )
-        if passed:
-            waited_ns = self.ended_ns - started_ns
-            self._expected_ns = (3 * self._expected_ns + min(waited_ns, GAP_CAP_NS)) >> 2
-        return passed
-
-    def _budget_ns(self) -> int:
-        if self._expected_ns > LONG_GAP_NS:
-            return MIN_BUDGET_NS
-        return min(max(MIN_BUDGET_NS, 3 * self._expected_ns), self._max_budget_ns)
-
-    def _yield_until(self, word: Words, floor: int, started_ns: int, deadline_ns: int | None) -> bool:
-        budget_ends_ns = started_ns + self._budget_ns()
-        if deadline_ns is not None and deadline_ns < budget_ends_ns:
-            budget_ends_ns = deadline_ns
-        while True:
-            for _ in range(POLLS_A_LOOK):
-                _sched_yield()
-                if word[0] > floor:
-                    now_ns = self.ended_ns = _monotonic_ns()
-                    self.spin_ns += now_ns - started_ns
-                    return True
-            now_ns = _monotonic_ns()
-            if now_ns >= budget_ends_ns:
-                self.spin_ns += now_ns - started_ns
-                return False
-
-    def _park_until(
-        self,
-        word: Words,
-        floor: int,
-        futex: Futex,
-        parked: Words,
-        code: int,
-        look: Callable[[int], None],
-        deadline_ns: int | None,
-    ) -> bool:
         began_ns = now_ns = _monotonic_ns()
         look(now_ns)
         try:
@@ -147,7 +156,6 @@ class Waiter:
             while True:
                 seen = word[0]
                 if seen > floor:
-                    self.ended_ns = _monotonic_ns()
                     return True
                 sleep_ns = PARK_NS if now_ns - began_ns < IDLE_AFTER_NS else IDLE_PARK_NS
                 if deadline_ns is not None:
@@ -159,8 +167,21 @@ class Waiter:
                 now_ns = _monotonic_ns()
                 if word[0] > floor:
                     self.missed_wakes += not woken
-                    self.ended_ns = now_ns
                     return True
                 look(now_ns)
         finally:
+            self.ended_ns = _monotonic_ns()
             parked[0] = 0
+            self.waited_ns += self.ended_ns - began_ns
+            # The whole gap: taught the slept part alone, the budget settles just below gaps that it could cover.
+            self._learn(self.ended_ns - began_ns + self._spun_ns)
+            self._spun_ns = 0
+
+    def _learn(self, waited_ns: int) -> None:
+        self._expected_ns = (3 * self._expected_ns + min(waited_ns, GAP_CAP_NS)) >> 2
+
+    def _budget_ns(self) -> int:
+        """How long to poll before sleeping: a few of the recent gaps, if these are short enough to bet on."""
+        if self._expected_ns > LONG_GAP_NS:
+            return MIN_BUDGET_NS
+        return min(max(MIN_BUDGET_NS, 3 * self._expected_ns), self._max_budget_ns)

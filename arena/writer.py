@@ -15,16 +15,16 @@ from arena.blocks import BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
 from arena.codec import Encoder, HoldWords, Message, Source, build_payload
 from arena.config import QueueConfig, check_readers, check_timeout
 from arena.errors import ArenaError, MessageTooLarge, NoReader, OutOfMemory, PeerDied, QueueClosed, QueueTimeout
-from arena.layout import Geometry
-from arena.memory import Segment
+from arena.layout import READER_PARKED, Geometry
+from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, signal_name
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
 from arena.probe.metrics import ERROR_KINDS, FALLBACK_REASONS, PATHS
-from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS
+from arena.probe.page import L_SEQUENCE, MANY_MESSAGES, SAMPLE
 from arena.ring import WriterRing, released_at
-from arena.state import Endpoint, Peer, move
+from arena.state import Endpoint, move
 from arena.state import Message as MessageState
 from arena.wait import Waiter, deadline_after
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
 _LOOK_NS: Final = 200_000_000  # how often a writer that never waits asks whether its readers live
-_SERIALIZE_SAMPLE: Final = 15  # one small message in 16 is timed; all larger ones are
 _FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
 _HOLD: Final = struct.Struct(layout.HOLD)
 _monotonic_ns = time.monotonic_ns
@@ -70,6 +69,38 @@ class _Words:
 
 class Writer(MessageQueue):
     """What ``MessageQueue(n_reader)`` makes. See there."""
+
+    __slots__ = (
+        "_directory",
+        "_encode",
+        "_encoder",
+        "_futex",
+        "_handed",
+        "_handle",
+        "_in_flight",
+        "_inline_bytes",
+        "_inline_total",
+        "_instance",
+        "_message",
+        "_next_look_ns",
+        "_other_frames",
+        "_parked",
+        "_pool",
+        "_published",
+        "_ring",
+        "_roster",
+        "_sample",
+        "_sampled_from",
+        "_segment",
+        "_server",
+        "_short_bytes",
+        "_slots",
+        "_tabled",
+        "_waiter",
+        "_words",
+        "config",
+        "n_reader",
+    )
 
     def __init__(
         self,
@@ -110,9 +141,15 @@ class Writer(MessageQueue):
         self._encode = self._encoder.encode
         self._waiter = Waiter(n_reader + 1)
         self._inline_bytes = geometry.payload_bytes
+        self._short_bytes = min(geometry.payload_bytes, config.max_message_bytes)
         self._message = MessageState.NONE
         self._in_flight: list[Hold] = []
-        self._countdown = 0
+        self._slots = geometry.slots
+        self._sample = 0
+        self._sampled_from = 0
+        self._inline_total = 0  # bytes of messages that rode inline
+        self._other_frames = 0  # frames that were not one small message each
+        self._tabled = 0  # those among them that were an inline message all the same
         self._next_look_ns = 0
         self._words = _Words(self._probe) if self._probe is not None else None
         self._state = move(self._state, "attach")
@@ -197,59 +234,60 @@ class Writer(MessageQueue):
 
     # ── the story ────────────────────────────────────────────────────────────────────────────────
     def enqueue(self, obj: object, timeout: float | None = None) -> None:
-        with self._lock:
+        try:
+            if not self._acquire(False):
+                self._contend(timeout)
             deadline_ns = None
             if self._attention or self._busy or timeout is not None:
                 deadline_ns = self._prepare(timeout)
             self._busy = True
-            try:
-                self._countdown = countdown = (self._countdown - 1) & _SERIALIZE_SAMPLE
-                began_ns = 0 if countdown else _monotonic_ns()
-                message = self._encode(obj)
-                if type(message) is bytes and len(message) <= self._inline_bytes:
-                    ring = self._ring
-                    sequence = self._published[0]
-                    if sequence >= ring.limit:
-                        self._wait_for_slot(sequence, deadline_ns, first=True)
-                    now_ns = _monotonic_ns()
-                    ring.write(sequence, layout.KIND_INLINE, message, now_ns)
-                    if hooks.trace_source is not None:
-                        self._write_trace(sequence)
-                    ring.publish(sequence)
-                    if self._probe is not None:
-                        self._observe_inline(sequence, len(message), began_ns, now_ns)
-                    if now_ns >= self._next_look_ns:
-                        self._attention = True
-                else:
-                    self._send(message, deadline_ns)
-            except ArenaError as error:
-                self._count_error(error)
-                raise
-            finally:
-                self._busy = False
-                if self._closing:
-                    self._finish()
-        # On x86 the lock's release above was the fence between `published` and the look at `parked`.
-        if not memory.UNLOCK_IS_A_FENCE:
+            sequence = self._published[0]
+            began_ns = 0 if sequence & self._sample else _monotonic_ns()
+            message = self._encode(obj)
+            if type(message) is bytes and (nbytes := len(message)) <= self._short_bytes:
+                ring = self._ring
+                if sequence >= ring.limit:
+                    self._wait_for_slot(sequence, deadline_ns, first=True)
+                now_ns = _monotonic_ns()
+                ring.write(sequence, message, nbytes, now_ns)
+                if hooks.trace_source is not None:
+                    self._write_trace(sequence)
+                ring.publish(sequence)
+                if self._probe is not None:
+                    self._observe_inline(sequence, nbytes, began_ns, now_ns)
+                if now_ns >= self._next_look_ns:
+                    self._attention = True
+            else:
+                self._send(message, deadline_ns)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._busy = False
+        if self._closing:
+            self._finish()
+        self._release()  # on x86, also the fence between `published` and the look at `parked`
+        if not UNLOCK_IS_A_FENCE:
             memory.fence()
         for words in self._roster.words:
-            if words[layout.READER_PARKED]:
+            if words[READER_PARKED]:
                 self._futex.wake()
                 break
 
     def _prepare(self, timeout: float | None) -> int | None:
         """See to what came up since the last message; returns the deadline."""
+        self._enter()
         deadline_ns = deadline_after(check_timeout(timeout))
-        self._refuse_use()
         if self._attention:
             self._attention = False
-            self._next_look_ns = _monotonic_ns() + _LOOK_NS
-            self._roster.reap()
-            self._see_to_roster()
-            if self._message is MessageState.OWED_ABORT:
-                self._attention = True  # until it is through
-                self._publish_abort(deadline_ns)
-                self._attention = False
+            try:
+                self._next_look_ns = _monotonic_ns() + _LOOK_NS
+                self._roster.reap()
+                self._see_to_roster()
+                if self._message is MessageState.OWED_ABORT:
+                    self._publish_abort(deadline_ns)
+            except BaseException:
+                self._attention = True  # the rest is still to be seen to
+                raise
         return deadline_ns
 
     # ── messages of several parts ────────────────────────────────────────────────────────────────
@@ -266,15 +304,28 @@ class Writer(MessageQueue):
         reasons: set[str] = set()
         if whole.fallbacks:
             reasons.add("unsupported_tensor")
+        if self._pool.torn:
+            self._pool.repair(self._published[0])
         try:
             placed = [self._place(source, reasons) for source in whole.sources]
             payload = build_payload(whole, placed)
             path = self._send_payload(payload, deadline_ns, reasons)
-        finally:
-            unsent, self._in_flight = self._in_flight, []
-            for hold in unsent:
-                self._pool.unhold(hold)
+        except Exception:
+            self._take_back_unsent()
+            raise
+        except BaseException:  # ctrl-C, at any point of this
+            self._in_flight = []
+            self._pool.repair(self._published[0])
+            raise
+        self._in_flight = []
         self._observe_message(path, whole.nbytes, began_ns, reasons)
+
+    def _take_back_unsent(self) -> None:
+        """The holds of a message that was not published are nobody's."""
+        holds, self._in_flight = self._in_flight, []
+        for hold in holds:
+            if not hold.seats or hold.sequence >= self._published[0]:
+                self._pool.unhold(hold)
 
     def _send_payload(self, payload: list[memoryview], deadline_ns: int | None, reasons: set[str]) -> str:
         nbytes = sum(piece.nbytes for piece in payload)
@@ -344,15 +395,14 @@ class Writer(MessageQueue):
         if kind != layout.KIND_FRAGMENT:
             self._hand_holds_over(sequence)
         self._ring.publish(sequence)
-        if self._probe is not None:
-            self._observe_frame(sequence, now_ns)
+        self._observe_frame(sequence, now_ns)
         if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT):
             self._wake_readers()  # the call goes on; readers may sleep already
 
     def _hand_holds_over(self, sequence: int) -> None:
         seats = list(self._roster.counted)
-        while self._in_flight:
-            self._pool.send(self._in_flight.pop(), sequence, seats)
+        for hold in self._in_flight:
+            self._pool.send(hold, sequence, seats)
 
     def _publish_fragments(self, payload: list[memoryview], nbytes: int, deadline_ns: int | None) -> None:
         """Cut a payload over as many slots as it takes. Back-pressure, bounded memory, no deadlock."""
@@ -377,12 +427,8 @@ class Writer(MessageQueue):
 
     def _publish_abort(self, deadline_ns: int | None) -> None:
         """Tell the readers that the message they have parts of will not be completed."""
-        self._busy = True
-        try:
-            self._publish(layout.KIND_ABORT, [memoryview(b"\0")], deadline_ns, first=False)
-            self._message = move(self._message, "abort")
-        finally:
-            self._busy = False
+        self._publish(layout.KIND_ABORT, [memoryview(b"\0")], deadline_ns, first=False)
+        self._message = move(self._message, "abort")
         if self._probe is not None:
             self._probe.event(Event.ABORT, self._published[0], _monotonic_ns())
 
@@ -434,7 +480,7 @@ class Writer(MessageQueue):
             while pending := self._pending(floor):
                 straggler = min(pending, key=lambda seat: seat.consumed)
                 try:
-                    passed = self._waiter.until_above(
+                    passed = self._waiter.spin(straggler.words, floor, deadline_ns) or self._waiter.park(
                         straggler.words,
                         floor,
                         futex=straggler.futex or self._futex,
@@ -448,22 +494,19 @@ class Writer(MessageQueue):
                     continue
                 if not passed:
                     raise self._timed_out(floor)
-        except ArenaError:
-            ended_ns = _monotonic_ns()
-            lags = {seat.rank: self._lag(seat) for seat in holders.values() if seat.consumed <= floor}
-            if lags:
-                self._charge(charge_unfinished(started_ns, ended_ns, lags, n_counted), ended_ns)
-            raise
         finally:
             self._show_proceeding()
+            self._charge_wait(floor, started_ns, holders, n_counted)
+
+    def _charge_wait(self, floor: int, started_ns: int, holders: dict[int, Seat], n_counted: int) -> None:
         ended_ns = _monotonic_ns()
-        moments = {
-            rank: released_at(seat.released, floor, self._ring.slots)
-            for rank, seat in holders.items()
-            if seat.state is Peer.ATTACHED
-        }
-        if moments:
-            self._charge(charge(started_ns, ended_ns, moments, n_counted), ended_ns)
+        lags = {rank: self._lag(seat) for rank, seat in holders.items() if seat.consumed <= floor}
+        passed = [seat for rank, seat in holders.items() if rank not in lags]
+        released_ns = {seat.rank: released_at(seat.released, floor, self._ring.slots) for seat in passed}
+        if lags:
+            self._charge(charge_unfinished(started_ns, ended_ns, released_ns, lags, n_counted), ended_ns)
+        elif released_ns:
+            self._charge(charge(started_ns, ended_ns, released_ns, n_counted), ended_ns)
 
     def _lag(self, seat: Seat) -> int:
         return max(0, self._published[0] - seat.consumed)
@@ -484,10 +527,12 @@ class Writer(MessageQueue):
             if self._probe is not None:
                 kind = {"attach": Event.ATTACH, "leave": Event.LEAVE, "death": Event.DEATH}[what]
                 self._probe.event(kind, self._published[0], now_ns, seat.rank, seat.pid or 0)
-        for seat in self._roster.take_deaths():
+        if self._roster.departed:
+            self._roster.let_go(self._pool.owing())
+        while self._roster.deaths:
+            seat = self._roster.take_death()
             self._count("peer_died")
             if self.config.on_reader_death == "raise":
-                self._roster.deaths = self._roster.take_deaths()
                 self._attention = True
                 raise self._died(seat)
         if not self._roster.counted:
@@ -544,20 +589,31 @@ class Writer(MessageQueue):
         nbytes = wanted.numel() * wanted.element_size()
         with self._lock:
             self._refuse_use()
+            if not nbytes:
+                return torch.empty(wanted.shape, dtype=wanted.dtype, device="cpu")  # torch has no view of no bytes
+            self._busy = True
             try:
-                block = self._pool.lend(nbytes)
+                if self._pool.torn:
+                    self._pool.repair(self._published[0])
+                exported = self._pool.export(self._pool.lend(nbytes))
+                self._show_arena()
             except NoRoom as no_room:
                 self._count_fallback({no_room.reason}, nbytes)
                 if or_private:
-                    return torch.empty(wanted.shape, dtype=wanted.dtype)
+                    return torch.empty(wanted.shape, dtype=wanted.dtype, device="cpu")
                 raise OutOfMemory(
                     f"no room in the arena for {nbytes} bytes ({no_room.reason})",
                     expected=f"{nbytes} bytes within max_arena_bytes = {self.config.max_arena_bytes}",
                     found=f"{self._pool.used_bytes} of {self._pool.size_bytes} bytes used",
                     remedy="drop tensors, raise max_arena_bytes, or pass or_private=True",
                 ) from None
-            exported = self._pool.export(block)
-            self._show_arena()
+            except BaseException:
+                self._pool.torn = True
+                raise
+            finally:
+                self._busy = False
+                if self._closing:
+                    self._finish()
         return torch.frombuffer(exported, dtype=wanted.dtype, count=wanted.numel()).view(wanted.shape)
 
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
@@ -570,8 +626,9 @@ class Writer(MessageQueue):
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         deadline_ns = deadline_after(check_timeout(timeout))
+        self._refuse_forked()
         while not self._roster.everyone_came.wait(0.05):
-            if self._closing or self._state is Endpoint.FORKED:
+            if self._closing:
                 self._refuse_use()
             if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
                 missing = self._roster.missing()
@@ -583,6 +640,7 @@ class Writer(MessageQueue):
                 )
 
     def statistics(self) -> Statistics:
+        self._refuse_forked()
         published = self._published[0]
         seats = list(self._roster.seats)
         values, words = (self._probe.values, self._words) if self._probe is not None else ([], None)
@@ -608,6 +666,8 @@ class Writer(MessageQueue):
         )
 
     def _counted(self, values: list[int], words: _Words) -> dict[str, Any]:
+        if self._probe is not None:
+            self._settle_counts(self._probe, words)
         ranks = range(self.n_reader)
         return {
             "messages_by_path": {path: values[word] for path, word in words.messages.items()},
@@ -620,6 +680,8 @@ class Writer(MessageQueue):
         }
 
     def __repr__(self) -> str:
+        if self._state is Endpoint.FORKED:
+            return f"<MessageQueue {self.name!r} writer, forked: only the process that made it can use it>"
         published = self._published[0]
         consumed = [seat.consumed for seat in self._roster.counted]
         low, high = (min(consumed), max(consumed)) if consumed else (published, published)
@@ -656,44 +718,52 @@ class Writer(MessageQueue):
 
     # ── observing: after the fact, and unable to fail ────────────────────────────────────────────
     def _observe_inline(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
-        probe, words = self._probe, self._words
-        if probe is None or words is None:
-            return
-        values = probe.values
-        values[words.inline_messages] += 1
-        values[words.inline_bytes] += nbytes
-        encode_ns = 0
+        """One small message. Its count is `published` less the other frames, so only bytes are added up."""
+        probe = self._probe
+        assert probe is not None
+        self._inline_total += nbytes
+        probe.words[L_SEQUENCE] = sequence + 1
+        probe.slot_times[sequence % self._slots] = now_ns
+        if now_ns >= probe.next_flush_ns:
+            self._adapt_sampling(sequence)
+            self._flush(now_ns)
         if began_ns:
-            encode_ns = now_ns - began_ns
-            values[words.serialize + encode_ns.bit_length()] += 1
-            values[words.serialize + 65] += encode_ns
-        self._observe_frame(sequence, now_ns)
-        if now_ns - probe.last_event_ns >= probe.event_gap_ns:
-            probe.message_event(Event.PUBLISH, sequence, now_ns, encode_ns, nbytes)
-        else:
-            values[probe.events_dropped] += 1
+            self._observe_closely(sequence, nbytes, began_ns, now_ns)
 
-    def _observe_frame(self, sequence: int, now_ns: int) -> None:
+    def _observe_closely(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
         probe, words = self._probe, self._words
-        if probe is None or words is None:
-            return
+        assert probe is not None and words is not None
+        probe.observe(words.serialize, now_ns - began_ns)
+        self._observe_occupancy(sequence)
+        if now_ns >= probe.next_event_ns:
+            probe.message_event(Event.PUBLISH, sequence, now_ns, now_ns - began_ns, nbytes)
+
+    def _adapt_sampling(self, sequence: int) -> None:
+        """Look closely at every small message while they are few, at one in 16 while there are many."""
+        many = sequence - self._sampled_from > MANY_MESSAGES
+        self._sampled_from = sequence
+        self._sample = SAMPLE if many else 0
+
+    def _observe_occupancy(self, sequence: int) -> None:
+        probe, words = self._probe, self._words
+        assert probe is not None and words is not None
         low = sequence + 1
         for reader in self._roster.words:
             consumed = reader[0]
             if consumed < low:
                 low = consumed
-        self._ring.limit = low + self._ring.slots
-        occupancy = sequence + 1 - low
-        values = probe.values
-        values[words.occupancy + occupancy.bit_length()] += 1
-        values[words.occupancy + 65] += occupancy
-        page = probe.words
-        page[L_SEQUENCE] = sequence + 1
-        page[L_SEQUENCE_NS] = now_ns
-        if probe.slot_times is not None:
-            probe.slot_times[sequence % self._ring.slots] = now_ns
-        if now_ns >= probe.next_flush_ns:
-            self._flush(now_ns)
+        probe.observe(words.occupancy, min(sequence + 1 - low, self._slots))
+
+    def _observe_frame(self, sequence: int, now_ns: int) -> None:
+        """One frame that is not a whole small message."""
+        probe = self._probe
+        if probe is not None:
+            self._other_frames += 1
+            probe.words[L_SEQUENCE] = sequence + 1
+            probe.slot_times[sequence % self._slots] = now_ns
+            self._observe_occupancy(sequence)
+            if now_ns >= probe.next_flush_ns:
+                self._flush(now_ns)
 
     def _observe_message(self, path: str, nbytes: int, began_ns: int, reasons: set[str]) -> None:
         now_ns = _monotonic_ns()
@@ -702,8 +772,12 @@ class Writer(MessageQueue):
         probe, words = self._probe, self._words
         if probe is None or words is None:
             return
-        probe.count(words.messages[path])
-        probe.count(words.bytes[path], nbytes)
+        if path == "inline":  # a table in one slot: counted with the small messages
+            self._tabled += 1
+            self._inline_total += nbytes
+        else:
+            probe.count(words.messages[path])
+            probe.count(words.bytes[path], nbytes)
         self._count_fallback(reasons, nbytes)
         probe.message_event(Event.PUBLISH, self._published[0] - 1, now_ns, now_ns - began_ns, nbytes)
         self._show_arena()
@@ -784,7 +858,14 @@ class Writer(MessageQueue):
             probe.gauge(words.parks, waiter.parks)
             probe.gauge(words.missed, waiter.missed_wakes)
             probe.gauge(words.spin, waiter.spin_ns)
+            self._settle_counts(probe, words)
             probe.flush(now_ns)
+
+    def _settle_counts(self, probe: Probe, words: _Words) -> None:
+        """Put the counts that the hot path keeps elsewhere where they are read."""
+        probe.gauge(words.inline_messages, self._published[0] - self._other_frames + self._tabled)
+        probe.gauge(words.inline_bytes, self._inline_total)
+        probe.gauge(probe.events_dropped, max(0, self._published[0] - probe.message_events))
 
 
 def _cut(payload: list[memoryview], room: int) -> Iterator[list[memoryview]]:

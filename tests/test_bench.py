@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_columns_of_blocks_keep_the_order_of_the_rounds():
 
 
 def test_every_second_round_goes_backwards():
-    order = []
+    order: list[str] = []
     sides = [Side(name, partial(order.append, name), rounds=3) for name in "abc"]
     turns = alternate(sides, lambda text: None)
     assert "".join(order) == "abc" + "cba" + "abc"
@@ -92,7 +93,7 @@ def test_every_second_round_goes_backwards():
 
 
 def test_a_side_with_fewer_rounds_is_in_the_first_ones():
-    order = []
+    order: list[str] = []
     sides = [Side("a", partial(order.append, "a"), rounds=3), Side("b", partial(order.append, "b"), rounds=1)]
     alternate(sides, lambda text: None)
     assert order == ["a", "b", "a", "a"]
@@ -380,7 +381,7 @@ def test_a_plan_has_a_name_for_every_delay_it_measures():
 # --- the commands, for real -------------------------------------------------------------------------------------------
 
 
-def bench(*arguments: str) -> dict:
+def bench(*arguments: str) -> dict[str, Any]:
     """What `arena bench ARGUMENTS --quick --json` prints."""
     ran = subprocess.run(
         [sys.executable, "-c", "from telemetry.commands.bench import app; app()", *arguments, "--quick", "--json"],
@@ -391,7 +392,7 @@ def bench(*arguments: str) -> dict:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    found: dict[str, Any] = json.loads(ran.stdout)
     assert found["comparable"] is False
     assert found["machine"]["cores"] == os.cpu_count()
     for requirement in found["requirements"]:
@@ -402,11 +403,11 @@ def bench(*arguments: str) -> dict:
     return found
 
 
-def rows(found: dict) -> set:
+def rows(found: dict[str, Any]) -> set[tuple[str, str]]:
     return {(row["case"], row["contender"]) for row in found["contenders"]}
 
 
-def limits(found: dict) -> dict:
+def limits(found: dict[str, Any]) -> dict[str, float]:
     return {requirement["text"]: requirement["limit"] for requirement in found["requirements"]}
 
 

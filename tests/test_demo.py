@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from telemetry import cli
 from telemetry.commands.demo.engine import InFlight
 from telemetry.commands.demo.layer import HIDDEN, PATCH_VALUES, Layer, digest, sample
+from telemetry.commands.demo.options import Refused
 from telemetry.commands.demo.pictures import Picture, dynamic_resolution, patches, photographs, synthetic
 from telemetry.commands.demo.proof import wrong_tokens
 from telemetry.commands.demo.results import spread
@@ -103,7 +104,7 @@ def finished(process: "subprocess.Popen[str]", code: int = 0) -> str:
 
 
 def test_compared_runs_serve_the_same_requests_and_prove_it(small_images, places):
-    with running("--compare", "--json", "--seconds", "1.5", "--images", small_images) as process:
+    with running("--compare", "--json", "--seconds", "1", "--images", small_images) as process:
         report = json.loads(finished(process))
         assert_nothing_is_left(process.pid, places)
     off, on = report["runs"]
@@ -119,7 +120,7 @@ def test_compared_runs_serve_the_same_requests_and_prove_it(small_images, places
 
 
 def test_survivors_go_on_without_a_killed_reader(small_images, places):
-    arguments = ("--json", "--readers", "3", "--kill-reader", "1:0.5", "--seconds", "2", "--images", small_images)
+    arguments = ("--json", "--readers", "3", "--kill-reader", "1:0.5", "--seconds", "1", "--images", small_images)
     with running(*arguments) as process:
         report = json.loads(finished(process))
         assert_nothing_is_left(process.pid, places)
@@ -133,7 +134,7 @@ def test_survivors_go_on_without_a_killed_reader(small_images, places):
 
 
 def test_the_table_names_a_slow_reader(small_images, places):
-    with running("--slow-reader", "1:30", "--seconds", "2", "--images", small_images) as process:
+    with running("--slow-reader", "1:30", "--seconds", "1", "--images", small_images) as process:
         table = finished(process)
         assert_nothing_is_left(process.pid, places)
     cells = [line.split("  ")[-1].strip() for line in table.splitlines() if line.startswith("writer blocked most by")]
@@ -145,14 +146,13 @@ def test_the_table_names_a_slow_reader(small_images, places):
 def test_an_interrupt_ends_it_with_what_there_is(to_all, small_images, places):
     with running("--seconds", "60", "--images", small_images) as process:
         wait_until_it_serves(process)
-        time.sleep(0.3)  # some requests may come
         interrupted_at = time.monotonic()
         if to_all:
             os.killpg(process.pid, signal.SIGINT)
         else:
             process.terminate()
         output, errors = process.communicate(timeout=20)
-        assert time.monotonic() - interrupted_at < 4
+        assert time.monotonic() - interrupted_at < 8  # about one when the machine is free
         assert process.returncode == 128 + (signal.SIGINT if to_all else signal.SIGTERM)
         assert "Traceback" not in errors
         assert "interrupted after" in output
@@ -183,7 +183,7 @@ def test_workers_do_not_outlive_a_killed_engine(small_images, run_dir):
         (["--slow-reader", "1:-5"], "--slow-reader takes RANK:MS, neither of them negative, not '1:-5'"),
         (["--slow-reader", "2:5"], "--slow-reader names reader 2, and the readers are 0 to 1"),
         (["--kill-reader", "2:1"], "--kill-reader names reader 2, and the readers are 0 to 1"),
-        (["--kill-reader", "1:99"], "--kill-reader takes a time before the end of the run, 12 s"),
+        (["--kill-reader", "1:99"], "--kill-reader takes a time before the end of the run, 10 s"),
         (
             ["--readers", "1", "--kill-reader", "0:1"],
             "--kill-reader needs --readers 2 or more: nobody would be left to answer",
@@ -198,12 +198,10 @@ def test_an_option_that_makes_no_sense_is_refused_in_one_line(arguments, sentenc
 
 def test_a_directory_without_a_photograph_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("no photograph")
-    with running("--images", tmp_path) as process:
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
-    _, skipped, sentence = errors.splitlines()
-    assert skipped.startswith("skipped notes.txt: ")
-    assert sentence == f"arena demo: --images: {tmp_path} holds no photograph that can be decoded"
+    complaints: list[str] = []
+    with pytest.raises(Refused, match=f"--images: {tmp_path} holds no photograph that can be decoded"):
+        photographs(tmp_path, complaints.append)
+    assert [complaint.split(":")[0] for complaint in complaints] == ["skipped notes.txt"]
 
 
 # --- its parts -------------------------------------------------------------------------------------------------------

@@ -114,6 +114,21 @@ def pages(directory: Path) -> list[Path]:
     return [directory / name for name in [*(n for n in names if n == WRITER_PAGE), *readers]]
 
 
+def remove_dead_pages(directory: Path, rank: int, *, keep: int) -> None:
+    """Remove what dead incarnations of a rank left, but for the newest: a crash loop must not fill the directory."""
+    dead = []
+    for path in pages(directory):
+        if path.name.startswith(f"reader-{rank}-"):
+            try:
+                with ProbeReader(path) as page:
+                    if is_alive(page.owner) is False:
+                        dead.append((path.stat().st_mtime_ns, path))
+            except (BadPage, OSError):
+                continue
+    for _, path in sorted(dead)[: max(0, len(dead) - keep)]:
+        path.unlink(missing_ok=True)
+
+
 def is_alive(owner: Identity) -> bool | None:
     """Whether the process lives; None where this pid namespace can't tell."""
     if owner.pid_namespace != namespace("pid"):
@@ -138,7 +153,7 @@ def collect_garbage(run_dir: str | os.PathLike[str] | None = None, *, name: str 
         of = directory.name.rpartition("@")[0]
         if (name is None or of == safe_name(name)) and _is_dead(directory):
             dead.setdefault(of, []).append(directory)
-    removed = [path for paths in dead.values() for path in paths[: len(paths) - keep or None if keep else None]]
+    removed = [path for paths in dead.values() for path in paths[: max(0, len(paths) - keep)]]
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return removed

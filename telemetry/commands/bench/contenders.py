@@ -50,6 +50,7 @@ class Contender(ABC):
 
     name: ClassVar[str]
     modules: ClassVar[tuple[str, ...]] = ()
+    warm_ups: ClassVar[int] = 2  # tensors that are not timed: the first finds the pages, the second the pace
 
     @abstractmethod
     def prepare(self, readers: int) -> None:
@@ -68,6 +69,12 @@ class Contender(ABC):
         """In every process, when its part is over."""
 
 
+def preload(*modules: str) -> None:
+    """Imports what every block needs into the process that forks them: none pays for it, least of all a timed one."""
+    for module in modules:
+        importlib.import_module(module)
+
+
 def why_missing(contender: type[Contender]) -> str:
     """Empty when the contender can run here. Imports its libraries into this process, which opens nothing with them."""
     for module in contender.modules:
@@ -82,7 +89,7 @@ def why_missing(contender: type[Contender]) -> str:
 
 
 @contextmanager
-def crew(contender: Contender, readers: int, serve: Callable[[Ends], None]) -> Iterator[Crew]:
+def crew(contender: Contender, readers: int, serve: Callable[[Ends], object]) -> Iterator[Crew]:
     """Starts the readers, each in `serve`, and this process as their writer; waits for the readers at the end."""
     contender.prepare(readers)
     leave, stay = os.pipe()
@@ -95,7 +102,7 @@ def crew(contender: Contender, readers: int, serve: Callable[[Ends], None]) -> I
         contender.close()
 
 
-def _read(contender: Contender, rank: int, serve: Callable[[Ends], None], gate: tuple[int, int]) -> None:
+def _read(contender: Contender, rank: int, serve: Callable[[Ends], object], gate: tuple[int, int]) -> None:
     """Leaves only when the writer has everything: with iceoryx2, what a closed port had sent may be gone."""
     leave, stay = gate
     os.close(stay)
@@ -111,7 +118,6 @@ class Arena(Contender):
     """One Arena queue for the broadcast, and one a reader for its answers, which the writer reads."""
 
     name = "arena"
-    modules = ("arena",)
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings

@@ -16,7 +16,7 @@ from telemetry.commands.bench.children import die_with_parent
 
 MAX_READERS = 7  # one ring for the broadcast and one an answer, each half a MiB of the 4 MiB below
 
-OBJ = {
+OBJ: dict[str, Any] = {
     "step": 1,
     "req": [f"req-{i}" for i in range(8)],
     "ids": list(range(64)),

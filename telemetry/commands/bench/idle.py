@@ -6,7 +6,7 @@ from functools import partial
 
 from telemetry.commands.bench import options
 from telemetry.commands.bench.children import BlockFailed, run_apart
-from telemetry.commands.bench.contenders import Arena, Contender, why_missing
+from telemetry.commands.bench.contenders import Arena, Contender, preload, why_missing
 from telemetry.commands.bench.footprint import Footprint, footprint
 from telemetry.commands.bench.options import Settings
 from telemetry.commands.bench.peers import MultiprocessingPipe, Pyzmq, VllmMessageQueue
@@ -35,6 +35,7 @@ def command(
 
 def measure(settings: Settings) -> Report:
     """One quiet run a contender, one after the other: side by side they would wake each other's cores."""
+    preload("arena")
     report = Report("idle", settings)
     plan = _QUICK if settings.quick else _LONG if settings.long else _FULL
     arena = _quiet(settings, plan, Arena)

@@ -9,6 +9,7 @@ import mmap
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; Python's mmap module has no name for it
@@ -16,7 +17,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_SHARED, _MAP_FIXED, _MAP_PRIVATE_ANONYMOUS = 0x01, 0x10, 0x22
 
 
-def facts() -> dict[str, object]:
+def facts() -> dict[str, Any]:
     """The facts that go with every report."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

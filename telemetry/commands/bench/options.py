@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,7 +51,7 @@ class Settings:
         """Far above what any block takes; only a hang reaches it."""
         return 120 + 0.005 * self.messages * max(self.readers)
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
         """The settings as they go into the report."""
         return {**asdict(self), "readers": list(self.readers)}
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from telemetry.commands.bench import floor, options
 from telemetry.commands.bench.children import BlockFailed, run_apart
-from telemetry.commands.bench.contenders import Arena, Contender, Ends, crew, why_missing
+from telemetry.commands.bench.contenders import Arena, Contender, Ends, crew, preload, why_missing
 from telemetry.commands.bench.harness import Block, Side, alternate, p50s, p99s, paired, summarise
 from telemetry.commands.bench.iceoryx import Iceoryx2
 from telemetry.commands.bench.options import Settings
@@ -39,6 +39,7 @@ def command(
 
 def measure(settings: Settings) -> Report:
     """Every number of readers in turn; within one, the contenders alternate."""
+    preload("arena")
     report = Report("queue", settings)
     missing = {peer.name: why_missing(peer) for peer in PEERS} if settings.peers else {}
     for readers in settings.readers:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import typer
 from rich import box
@@ -55,7 +56,7 @@ class Report:
 
     bench: str
     settings: Settings
-    machine: dict[str, object] = field(default_factory=machine.facts)
+    machine: dict[str, Any] = field(default_factory=machine.facts)
     figures: list[Figure] = field(default_factory=list)
     requirements: list[Requirement] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -65,7 +66,7 @@ class Report:
         found = measured if isinstance(measured, Spread) else Spread(measured, measured, measured)
         self.requirements.append(Requirement(text, limit, unit, found.median, found.low, found.high))
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return {
             "bench": self.bench,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from telemetry.commands.bench import machine, options
 from telemetry.commands.bench.children import run_apart
-from telemetry.commands.bench.contenders import Arena, Contender, why_missing
+from telemetry.commands.bench.contenders import Arena, Contender, preload, why_missing
 from telemetry.commands.bench.harness import Block, Side, Spread, Turns, alternate, p50s, paired, spread
 from telemetry.commands.bench.options import Settings
 from telemetry.commands.bench.peers import (
@@ -36,7 +36,9 @@ _TENSOR_BYTES = 192 << 20
 _LARGE_BYTES = 200_000_000
 _QUICK_BYTES = 8 << 20
 _REPEATS = 5
+_QUICK_REPEATS = 2
 _PEER_ROUNDS = 3  # a peer takes seconds a block, and its ratio needs no second digit
+_PEER_REPEATS = 3
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -55,6 +57,7 @@ def command(
 
 def measure(settings: Settings) -> Report:
     """Every number of readers in turn, then what does not depend on it."""
+    preload("arena", "torch")
     report = Report("tensor", settings)
     missing = {peer.name: why_missing(peer) for peer in PEERS} if settings.peers else {}
     for readers in settings.readers:
@@ -71,9 +74,12 @@ def _measure_broadcast(report: Report, settings: Settings, readers: int, missing
     present |= {peer.name: peer for peer in PEERS if missing.get(peer.name) == ""}
     sides = []
     for name, make in present.items():
-        rounds = settings.pairs if name == ARENA else min(settings.pairs, _PEER_ROUNDS)
-        block = partial(broadcast, make, readers, _size(settings), _REPEATS)
-        sides.append(_side(settings, name, block, rounds, guest=name in missing))
+        guest = name in missing
+        rounds, repeats = settings.pairs, _repeats(settings)
+        if guest:
+            rounds, repeats = min(rounds, _PEER_ROUNDS), min(repeats, _PEER_REPEATS)
+        block = partial(broadcast, make, readers, _size(settings), repeats)
+        sides.append(_side(settings, name, block, rounds, guest=guest))
     turns = _alternate(case, sides)
 
     arena = turns.blocks[ARENA]
@@ -104,7 +110,7 @@ def _measure_first(report: Report, settings: Settings, readers: int) -> None:
 
 def _measure_lent(report: Report, settings: Settings, readers: int) -> None:
     case = _case("lent", readers)
-    block = partial(lent, readers, _size(settings), _REPEATS)
+    block = partial(lent, readers, _size(settings), _repeats(settings))
     blocks = _alternate(case, [_side(settings, ARENA, block, settings.pairs)]).blocks[ARENA]
     report.figures.append(figure(case, "arena, enqueue alone", blocks, blocks))
     report.require(f"{case}: enqueue p50", 100, "µs", _in_us(blocks))
@@ -112,7 +118,7 @@ def _measure_lent(report: Report, settings: Settings, readers: int) -> None:
 
 def _measure_head_of_line(report: Report, settings: Settings) -> None:
     case = "1000 behind a large one"
-    block = partial(head_of_line, _size(settings, _LARGE_BYTES), _REPEATS)
+    block = partial(head_of_line, _size(settings, _LARGE_BYTES), _repeats(settings))
     blocks = _alternate(case, [_side(settings, ARENA, block, settings.pairs)]).blocks[ARENA]
     report.figures.append(figure(case, "one bare copy + the 1000 alone", _yardsticks(blocks), _times(blocks)))
     report.figures.append(figure(case, ARENA, _times(blocks), _times(blocks)))
@@ -125,6 +131,10 @@ def _case(what: str, readers: int) -> str:
 
 def _size(settings: Settings, full: int = _TENSOR_BYTES) -> int:
     return _QUICK_BYTES if settings.quick else full
+
+
+def _repeats(settings: Settings) -> int:
+    return _QUICK_REPEATS if settings.quick else _REPEATS
 
 
 def _side(settings: Settings, name: str, block: Callable[[], T], rounds: int, *, guest: bool = False) -> Side[T]:

@@ -21,7 +21,6 @@ from telemetry.commands.bench.harness import Block, summarise
 if TYPE_CHECKING:
     import torch
 
-WARM_UPS = 2  # the first finds the pages, the second the pace
 SMALL_MESSAGES = 1000
 _SMALL_BYTES = 1000
 _clock = time.monotonic_ns  # the same clock in every process of the host
@@ -44,10 +43,11 @@ def touch(tensor: torch.Tensor) -> int:
 
 def broadcast(make: Callable[[], Contender], readers: int, tensor_bytes: int, repeats: int) -> Timed:
     """From the start of sending an ordinary tensor to the last reader's answer; everything warm."""
-    with crew(make(), readers, partial(_answer_touches, WARM_UPS + repeats)) as at_work:
+    contender = make()
+    with crew(contender, readers, partial(_answer_touches, contender.warm_ups + repeats)) as at_work:
         source, copy_ns = _source_and_copy(tensor_bytes)
         expected = [touch(source)] * readers
-        for _ in range(WARM_UPS):
+        for _ in range(contender.warm_ups):
             _exchange_ns(at_work, source, expected)
         pairs = [(copy_ns(), _exchange_ns(at_work, source, expected)) for _ in range(repeats)]
     return _timed(pairs)
@@ -70,9 +70,10 @@ def lent(readers: int, tensor_bytes: int, repeats: int) -> Block:
     import torch
 
     contender = Arena()
+    messages = contender.warm_ups + repeats
     times = []
-    with crew(contender, readers, partial(_answer_touches, WARM_UPS + repeats)) as at_work:
-        for index in range(WARM_UPS + repeats):
+    with crew(contender, readers, partial(_answer_touches, messages)) as at_work:
+        for index in range(messages):
             with contender.queue.lend((tensor_bytes,), torch.uint8) as tensor:
                 tensor.fill_(index)
                 expected = [touch(tensor)] * readers
@@ -81,7 +82,7 @@ def lent(readers: int, tensor_bytes: int, repeats: int) -> Block:
                 times.append(_clock() - start)
             del tensor  # or the next one could not have its memory
             _expect([receive() for receive in at_work.ends.receives], expected)
-    return summarise(times[WARM_UPS:])
+    return summarise(times[contender.warm_ups :])
 
 
 def head_of_line(tensor_bytes: int, repeats: int) -> Timed:
@@ -89,10 +90,10 @@ def head_of_line(tensor_bytes: int, repeats: int) -> Timed:
 
     Yardstick: a warm copy plus the thousand alone.
     """
-    trains = 2 * (WARM_UPS + repeats)
+    trains = 2 * (Arena.warm_ups + repeats)
     with crew(Arena(), 1, partial(_answer_trains, trains)) as at_work:
         source, copy_ns = _source_and_copy(tensor_bytes)
-        for _ in range(WARM_UPS):
+        for _ in range(Arena.warm_ups):
             _train_ns(at_work, None)
             _train_ns(at_work, source)
         pairs = [(copy_ns() + _train_ns(at_work, None), _train_ns(at_work, source)) for _ in range(repeats)]

@@ -6,6 +6,7 @@ imports torch, so that both do it at the same time.
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,10 @@ import typer
 from arena.errors import ArenaError
 from telemetry.commands.demo.interrupts import Interrupts
 from telemetry.commands.demo.options import Options, Refused, rank_and_number
-from telemetry.commands.demo.server import WorkerFailed, start_server
+from telemetry.commands.demo.server import WorkerFailed, start_server, stop_server
+
+# Each process that imports torch without NumPy is told so, and nothing here needs NumPy.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 if TYPE_CHECKING:
     from telemetry.commands.demo.results import Result
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
 def demo(
     readers: Annotated[int, typer.Option(metavar="N", help="Worker processes that read what the engine sends.")] = 2,
-    seconds: Annotated[float, typer.Option(help="For how long requests arrive.")] = 12.0,
+    seconds: Annotated[float, typer.Option(help="For how long requests arrive.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Draws the requests; the same seed makes the same ones.")] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the same requests with the arena off, then on.")
@@ -69,15 +73,18 @@ def demo(
 
 def _run(options: Options, *, as_json: bool) -> int:
     """Run it and print the result; return the exit code."""
+    load = os.getloadavg()[0]
     with Interrupts() as interrupts:
         try:
             results = _results(options)
         except KeyboardInterrupt:  # before there was anything to show
             results = []
+        finally:
+            stop_server()
         if as_json:
-            typer.echo(json.dumps(_report(options, results, interrupted=interrupts.received is not None)))
+            typer.echo(json.dumps(_report(options, results, load, interrupted=interrupts.received is not None)))
         elif results:
-            _show(results)
+            _show(results, load)
     if interrupts.received is not None:
         return 128 + interrupts.received
     return 0 if all(result.ok for result in results) else 1
@@ -96,20 +103,21 @@ def _results(options: Options) -> "list[Result]":
         return run(options, watch)
 
 
-def _show(results: "list[Result]") -> None:
+def _show(results: "list[Result]", load: float) -> None:
     from rich.console import Console
 
     from telemetry.commands.demo.tables import show
 
-    show(Console(), results)
+    show(Console(), results, load)
 
 
-def _report(options: Options, results: "list[Result]", *, interrupted: bool) -> dict[str, Any]:
+def _report(options: Options, results: "list[Result]", load: float, *, interrupted: bool) -> dict[str, Any]:
     return {
         "seed": options.seed,
         "seconds": options.seconds,
         "readers": options.readers,
         "cores": os.cpu_count(),
+        "load_before": load,
         "interrupted": interrupted,
         "ok": bool(results) and all(result.ok for result in results),
         "runs": [result.as_json() for result in results],

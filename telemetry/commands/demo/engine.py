@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from arena.errors import PeerDied, QueueTimeout
 from telemetry.commands.demo.fleet import Fleet
 from telemetry.commands.demo.scheduler import Scheduler
+from telemetry.commands.demo.server import WorkerFailed
 from telemetry.commands.demo.wire import Answer, Regroup, Step
+from telemetry.commands.demo.workload import Request
 
 STEP_S = 0.010  # a step does not follow the last one sooner
 STALL_S = 0.050
 SLOTS = 8
 STEPS_AHEAD = SLOTS + 2  # so that a slow reader fills the ring, and the writer has somebody to wait for
+WARM_UP = -1  # the number of a request that no user sent
+WARM_UP_S = 30.0
 LOOK_S = 0.25  # how long the loop may wait before it looks around and shows its progress
 
 
@@ -67,6 +71,7 @@ class Engine:
         self.stalls_s: list[float] = []
         self.faults: list[str] = []
         self.deaths: list[Death] = []
+        self.before = fleet.queue.statistics()
         self._ends_s = ends_s
         self._on_look = on_look
         self._epoch = 0
@@ -80,6 +85,7 @@ class Engine:
 
     def run(self) -> None:
         """Serve until every request is complete, or the time is up."""
+        self.before = self.fleet.queue.statistics()
         self._began = time.monotonic()
         try:
             while self.scheduler.unfinished and self.fleet.answers and self.now_s() < self._ends_s:
@@ -194,3 +200,12 @@ class Engine:
         self.in_flight.clear()
         tokens = self.scheduler.roll_back()
         self._send(Regroup(self._epoch, list(self.fleet.answers), self.fleet.new_rendezvous(), tokens))
+
+
+def warm_up(fleet: Fleet, requests: Sequence[Request]) -> None:
+    """Serve the largest request once before the clock runs, as engines do before they take traffic."""
+    largest = max(requests, key=lambda request: request.tokens)
+    scheduler = Scheduler([largest._replace(number=WARM_UP, arrival_s=0.0, length=1)])
+    Engine(fleet, scheduler, WARM_UP_S, lambda _: None).run()
+    if scheduler.unfinished:
+        raise WorkerFailed(f"the workers did not answer a first step within {WARM_UP_S:.0f} s")

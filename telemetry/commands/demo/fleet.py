@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from tempfile import TemporaryDirectory
 from threading import Timer
-from typing import Any
 
-from arena import MessageQueue, QueueConfig
+from arena import Handle, MessageQueue, QueueConfig
 from arena.errors import ArenaError
 from telemetry.commands.demo import worker
 from telemetry.commands.demo.interrupts import deferred
 from telemetry.commands.demo.server import WorkerFailed
 
 START_S = 60.0
-LEAVE_S = 1.0
+LEAVE_S = 0.7
 
 
 class Fleet:
@@ -29,15 +29,17 @@ class Fleet:
         self.processes: dict[int, ForkServerProcess] = {}
         self.killed_at: dict[int, float] = {}
         self._pipes: dict[int, Connection] = {}
+        self._handles: list[Handle] = []
         self._timers: list[Timer] = []
         self._rendezvous = TemporaryDirectory(prefix="arena-demo-")
         self.queue = MessageQueue(readers, readers, config=config)
+        self._handles.append(self.queue.export_handle())
         try:
             for rank in range(readers):
                 post = worker.Post(
                     rank=rank,
                     readers=readers,
-                    handle=self.queue.export_handle(),
+                    handle=self._handles[0],
                     rendezvous=self._meeting_point(),
                     late_s=late_s.get(rank, 0.0),
                     answers=answers,
@@ -57,7 +59,9 @@ class Fleet:
         """Return when every worker has formed its group and comes to the queue."""
         try:
             for rank, pipe in self._pipes.items():
-                self.answers[rank] = MessageQueue.create_from_handle(self._handle_of(rank, pipe), 0)
+                handle = self._handle_of(rank, pipe)
+                self._handles.append(handle)
+                self.answers[rank] = MessageQueue.create_from_handle(handle, 0)
             for answers in self.answers.values():
                 answers.dequeue(timeout=START_S)  # Ready
         except (ArenaError, EOFError) as error:
@@ -95,6 +99,8 @@ class Fleet:
                 process.kill()
                 process.join()
         self._rendezvous.cleanup()
+        for handle in self._handles:  # the pages of killed workers; elsewhere they'd stay, for the post-mortem
+            shutil.rmtree(handle.directory, ignore_errors=True)
 
     def _start(self, post: worker.Post) -> None:
         context = get_context("forkserver")
@@ -104,11 +110,12 @@ class Fleet:
         theirs.close()
         self.processes[post.rank], self._pipes[post.rank] = process, ours
 
-    def _handle_of(self, rank: int, pipe: Connection) -> Any:
+    def _handle_of(self, rank: int, pipe: Connection) -> Handle:
         connection.wait([pipe, self.processes[rank].sentinel], timeout=START_S)
         if not pipe.poll():
             raise WorkerFailed(f"worker {rank} did not start")
-        return pipe.recv()
+        handle: Handle = pipe.recv()
+        return handle
 
     def _meeting_point(self) -> str:
         return os.path.join(self._rendezvous.name, "group")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from telemetry.commands.demo.layer import PATCH_VALUES, digest, digest_but_first
+from telemetry.commands.demo.options import Refused
 
 SYNTHETIC_MB = (23, 96, 213)
 PATCH = 14  # pixels along an edge
@@ -65,6 +66,8 @@ def photographs(directory: Path, complain: Callable[[str], None]) -> list[Pictur
             complain(f"stopped before {path.name}: the first {len(pictures)} photographs fill the memory for them")
             break
         pictures.append(picture)
+    if not pictures:
+        raise Refused(f"--images: {directory} holds no photograph that can be decoded")
     return pictures
 
 

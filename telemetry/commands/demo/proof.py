@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,6 +15,22 @@ from telemetry.commands.demo.scheduler import Tracked
 
 def wrong_tokens(served: Sequence[Tracked]) -> list[str]:
     """Name every request whose tokens differ from those of the whole layer, and where that begins."""
+    with _one_thread():
+        return _wrong_tokens(served)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The sums are small; on a busy machine, threads that wait for each other would take seconds over them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _wrong_tokens(served: Sequence[Tracked]) -> list[str]:
     layer = Layer(0, 1)
     embedded: dict[Picture, Tensor] = {}
     states = []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from telemetry.commands.demo.engine import Death, Engine
 from telemetry.commands.demo.scheduler import Tracked
+
+Key = TypeVar("Key")
+Number = TypeVar("Number", int, float)
 
 
 class Spread(NamedTuple):
@@ -74,7 +77,7 @@ class Result:
     def culprit(self) -> int | None:
         """The reader that cost the writer most, by what it took beyond all others; None when nobody did."""
         rank = max(self.excess_s_by_reader, key=lambda rank: self.excess_s_by_reader[rank], default=None)
-        return rank if rank is not None and self.blocked_s_by_reader[rank] > 0 else None
+        return rank if rank is not None and self.blocked_s_by_reader[rank] > 0.001 else None
 
     @property
     def blocked_by_culprit_s(self) -> float | None:
@@ -91,6 +94,11 @@ class Result:
         """Whether every answer was right, and nobody died of whom the demo had not asked it."""
         return not self.mismatches and all(death.injected for death in self.deaths)
 
+    @property
+    def uneventful(self) -> bool:
+        """Whether nothing happened that there would be something to say about."""
+        return self.ok and self.culprit is None and not self.deaths and not self.interrupted
+
     def as_json(self) -> dict[str, Any]:
         """Return what json.dumps takes."""
         spreads = {kind: spread._asdict() for kind, spread in self.ttft_ms.items()}
@@ -99,7 +107,7 @@ class Result:
 
 def summarise(engine: Engine, *, arena: str, interrupted: bool) -> Result:
     """Take the numbers of a run out of the engine, before its queue is closed; the tokens are still to be proved."""
-    scheduler, statistics = engine.scheduler, engine.fleet.queue.statistics()
+    scheduler, before, statistics = engine.scheduler, engine.before, engine.fleet.queue.statistics()
     elapsed_s = engine.now_s()
     arrived = [tracked for tracked in scheduler.all if tracked.request.arrival_s <= elapsed_s]
     ttft_ms = defaultdict(list)
@@ -120,18 +128,27 @@ def summarise(engine: Engine, *, arena: str, interrupted: bool) -> Result:
         stalls=len(engine.stalls_s),
         stalled_ms=sum(engine.stalls_s) * 1e3,
         longest_stall_ms=max(engine.stalls_s, default=0.0) * 1e3,
-        bytes_by_path=dict(statistics.bytes_by_path),
-        messages_by_path=dict(statistics.messages_by_path),
-        fallbacks={reason: count for reason, count in statistics.fallbacks.items() if count},
-        blocked_s_by_reader=dict(statistics.blocked_s_by_reader),
-        excess_s_by_reader=dict(statistics.excess_s_by_reader),
+        bytes_by_path=_used(_grown(before.bytes_by_path, statistics.bytes_by_path)),
+        messages_by_path=_used(_grown(before.messages_by_path, statistics.messages_by_path)),
+        fallbacks=_used(_grown(before.fallbacks, statistics.fallbacks)),
+        blocked_s_by_reader=_grown(before.blocked_s_by_reader, statistics.blocked_s_by_reader),
+        excess_s_by_reader=_grown(before.excess_s_by_reader, statistics.excess_s_by_reader),
         arena_size_bytes=statistics.arena_size_bytes,
-        parks=statistics.parks,
-        missed_wakes=statistics.missed_wakes,
+        parks=statistics.parks - before.parks,
+        missed_wakes=statistics.missed_wakes - before.missed_wakes,
         deaths=[_fault(death) for death in engine.deaths],
         mismatches=engine.faults,
         interrupted=interrupted,
     )
+
+
+def _grown(before: Mapping[Key, Number], after: Mapping[Key, Number]) -> dict[Key, Number]:
+    """Return what was counted in between."""
+    return {key: count - before.get(key, 0) for key, count in after.items()}
+
+
+def _used(counts: Mapping[str, int]) -> dict[str, int]:
+    return {key: count for key, count in counts.items() if count}
 
 
 def _picture_bytes(tracked: Tracked) -> int:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 from arena import QueueConfig
-from telemetry.commands.demo.engine import SLOTS, STEPS_AHEAD, Engine
+from telemetry.commands.demo.engine import SLOTS, STEPS_AHEAD, Engine, warm_up
 from telemetry.commands.demo.fleet import Fleet
-from telemetry.commands.demo.options import Options, Refused
+from telemetry.commands.demo.options import Options
 from telemetry.commands.demo.pictures import photographs, synthetic
 from telemetry.commands.demo.progress import Watch
 from telemetry.commands.demo.proof import wrong_tokens
@@ -41,8 +41,6 @@ def _requests(options: Options, complain: Callable[[str], None]) -> list[Request
     if options.images is None:
         return plan(options.seed, options.seconds, SYNTHETIC_DECK, cache(synthetic))
     found = photographs(options.images, complain)
-    if not found:
-        raise Refused(f"--images: {options.images} holds no photograph that can be decoded")
     return plan(options.seed, options.seconds, range(len(found)), found.__getitem__)
 
 
@@ -52,6 +50,7 @@ def _run_once(options: Options, requests: Sequence[Request], arena: str, watch: 
     interrupted = False
     with Fleet(options.readers, config, ANSWERS, late_s) as fleet:
         fleet.wait_until_ready()
+        warm_up(fleet, requests)
         engine = Engine(fleet, Scheduler(requests), options.seconds + DRAIN_S, watch.look)
         watch.begin(f"arena {arena}", options.seconds)
         if options.kill_reader:

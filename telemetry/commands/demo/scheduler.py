@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from telemetry.commands.demo.pictures import Picture
 from telemetry.commands.demo.wire import Prefill, Step
 from telemetry.commands.demo.workload import Request
 
@@ -112,14 +113,19 @@ class Scheduler:
 
     def _admit(self, room: int) -> list[Tracked]:
         admitted: list[Tracked] = []
+        pictures: list[Picture] = []
         while self.waiting and len(self.active) < MAX_ACTIVE:
-            cost = self.waiting[0].request.tokens
-            if admitted and cost > room:
+            request = self.waiting[0].request
+            if admitted and request.tokens > room:
+                break
+            if request.picture in pictures:  # one message carries a tensor once: the load would be less than it says
                 break
             tracked = self.waiting.popleft()
             self.active[tracked.request.number] = tracked
             admitted.append(tracked)
-            room -= cost
+            room -= request.tokens
+            if request.picture:
+                pictures.append(request.picture)
         return admitted
 
 

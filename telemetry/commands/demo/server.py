@@ -4,8 +4,10 @@ It is started with SIGINT blocked, and its children inherit that: a ctrl-C reach
 workers are to leave when the engine closes its queue, not in the middle of a traceback.
 """
 
+import os
 import signal
 from multiprocessing import forkserver, get_context, resource_tracker
+from typing import Any
 
 PRELOAD = ["telemetry.commands.demo.worker"]
 
@@ -23,3 +25,11 @@ def start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_server() -> None:
+    """End the server, which would else outlive this process a little; multiprocessing has no public verb for it."""
+    server: Any = forkserver._forkserver
+    if pid := server._forkserver_pid:
+        os.kill(pid, signal.SIGTERM)
+        server._stop()

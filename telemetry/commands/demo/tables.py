@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from signal import Signals
 
@@ -12,8 +13,8 @@ from telemetry.commands.demo.engine import STALL_S
 from telemetry.commands.demo.results import Fault, Result
 
 
-def show(console: Console, results: Sequence[Result]) -> None:
-    """Print the table, and under it what a table can't say."""
+def show(console: Console, results: Sequence[Result], load: float) -> None:
+    """Print the table, and under it what a table can't say; `load` is how busy the machine was before."""
     sheet = Sheet(results)
     sheet.requests()
     sheet.first_tokens()
@@ -23,7 +24,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
     console.print()
     console.print(sheet.table)
     console.print()
-    for sentence in _sentences(results):
+    for sentence in _sentences(results, load):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -67,7 +68,7 @@ class Sheet:
     def paths(self) -> None:
         """Which way the bytes went, and why not the fast one."""
         for path in _keys(result.bytes_by_path for result in self.results):
-            self._row(f"bytes, {path}", [result.bytes_by_path.get(path) for result in self.results], _megabytes)
+            self._row(f"bytes, {path}", [result.bytes_by_path.get(path, 0) for result in self.results], _megabytes)
         for reason in _keys(result.fallbacks for result in self.results) or ["none"]:
             self._row(f"fallbacks, {reason}", [result.fallbacks.get(reason, 0) for result in self.results], _count)
 
@@ -92,7 +93,7 @@ class Sheet:
         self.table.add_row(name, *cells)
 
 
-def _sentences(results: Sequence[Result]) -> Iterator[str]:
+def _sentences(results: Sequence[Result], load: float) -> Iterator[str]:
     for result in results:
         where = f"arena {result.arena}: " if len(results) > 1 else ""
         for death in result.deaths:
@@ -102,12 +103,17 @@ def _sentences(results: Sequence[Result]) -> Iterator[str]:
         yield from (where + mismatch for mismatch in result.mismatches[:5])
         if len(result.mismatches) > 5:
             yield f"{where}and {len(result.mismatches) - 5} more differences."
-        if not result.mismatches:
+        if result.without_first_token < result.offered and not result.mismatches:
             yield f"{where}every worker found the pixels that were sent, and every token is the layer's."
         if result.interrupted:
             yield f"{where}interrupted after {result.seconds:.1f} s."
+    if len(results) == 1 and results[0].uneventful:
+        yield "Next, try --compare, --slow-reader 1:30 or --kill-reader 1:3."
     if len(results) > 1:
-        yield "Both runs had the same requests. The machine did other things too: repeat before you quote a ratio."
+        yield (
+            f"Both runs had the same requests. The machine is not theirs alone: its {os.cpu_count()} "
+            f"cores had a load of {load:.1f} before they began. Repeat before you quote a ratio."
+        )
 
 
 def _obituary(death: Fault) -> str:

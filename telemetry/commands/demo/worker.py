@@ -12,13 +12,13 @@ import signal
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arena import MessageQueue, QueueConfig
+from arena import Handle, MessageQueue, QueueConfig
 from arena.errors import PeerDied, QueueClosed
 from telemetry.commands.demo.layer import Layer, digest, sample
 from telemetry.commands.demo.wire import Answer, Prefill, Ready, Regroup, Step
@@ -32,7 +32,7 @@ class Post(NamedTuple):
 
     rank: int
     readers: int
-    handle: Any
+    handle: Handle
     rendezvous: str
     late_s: float
     answers: QueueConfig
@@ -61,12 +61,9 @@ def work(post: Post, engine: Connection) -> None:
 def _serve(worker: Worker, steps: MessageQueue, answers: MessageQueue, late_s: float) -> None:
     while True:
         time.sleep(late_s)  # before the queue, not after it: the collective would make the others as late
-        message = steps.dequeue()
-        steps.heartbeat()
-        if isinstance(message, Regroup):
-            worker.regroup(message)
-        else:
-            answers.enqueue(worker.answer(message))
+        answer = worker.take(steps.dequeue())  # no name for the message: its pixels go back before the next wait
+        if answer:
+            answers.enqueue(answer)
 
 
 class Worker:
@@ -79,6 +76,13 @@ class Worker:
         self.layer = Layer(0, 1)
         self.broken = False
         self.tokens: dict[int, tuple[int, int]] = {}  # request: its last token, and where that stands
+
+    def take(self, message: Step | Regroup) -> Answer | None:
+        """Do what the engine says; only a step has an answer."""
+        if isinstance(message, Regroup):
+            self.regroup(message)
+            return None
+        return self.answer(message)
 
     def regroup(self, order: Regroup) -> None:
         """Take a new share of the layer among those that are left, and forget what they had not confirmed."""

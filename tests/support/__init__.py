@@ -1,0 +1,1 @@
+"""What tests share: processes of their own, threads seen asleep."""
