@@ -241,9 +241,9 @@ class BlockPool:
     def export(self, block: Block) -> memoryview:
         """The block's bytes for a tensor of the writer's; the tensor's death drops the block."""
         mapping = block.segment.segment.mapping
-        self._exported.add(block)
         args = (self._dropped, self._exported, block, _fork_epoch)
         try:
+            self._exported.add(block)
             return mapping.export(block.offset, block.nbytes, _append_unless_forked, *args)
         except BaseException:
             self._exported.discard(block)

@@ -71,7 +71,9 @@ class QueueConfig:
             if getattr(self, name) not in choices:
                 raise _refused(name, " or ".join(map(repr, choices)), getattr(self, name))
         if self.slot_bytes % 64:
-            raise _refused("slot_bytes", "a multiple of 64, so that slots keep off each other's cache lines", self.slot_bytes)
+            raise _refused(
+                "slot_bytes", "a multiple of 64, so that slots keep off each other's cache lines", self.slot_bytes
+            )
         name_bytes = len(self.name.encode()) if isinstance(self.name, str) and self.name.isprintable() else 0
         if not 0 < name_bytes <= _NAME_BYTES:
             raise _refused("name", f"a printable name of at most {_NAME_BYTES} bytes", self.name)

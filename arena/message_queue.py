@@ -235,9 +235,7 @@ class MessageQueue:
         """`enqueue` at the writer, `dequeue` at a reader; returns the object at both."""
         raise NotImplementedError
 
-    def lend(
-        self, shape: Any, dtype: torch.dtype, *, or_private: bool = False
-    ) -> AbstractContextManager[torch.Tensor]:
+    def lend(self, shape: Any, dtype: torch.dtype, *, or_private: bool = False) -> AbstractContextManager[torch.Tensor]:
         """A tensor born in shared memory, so that enqueueing it copies nothing.
 
         After `enqueue` it belongs to the readers: writing to it changes what they see.

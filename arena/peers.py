@@ -737,13 +737,14 @@ class Attachment:
 
     def _keep(self, table: Any, fds: list[int]) -> None:
         good = isinstance(table, list) and len(table) == len(fds)
-        good = good and all(isinstance(row, list) and len(row) == 2 and all(isinstance(n, int) for n in row) for row in table)
+        good = good and all(
+            isinstance(row, list) and len(row) == 2 and all(isinstance(n, int) for n in row) for row in table
+        )
         if not good:
             _close_all(fds)
             raise CorruptFrame("the writer's hand-over message is malformed", expected="one fd per segment")
         for (number, nbytes), fd in zip(table, fds, strict=True):
             self._segments[number] = (nbytes, fd)
-
 
     def _died_meanwhile(self) -> bool:
         """Whether the hang-up was a death: a dying process closes its sockets a moment before its pidfd tells."""

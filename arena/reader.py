@@ -559,7 +559,12 @@ class Reader(MessageQueue):
         self._sample = SAMPLE if many else 0
 
     def _count_error(self, error: ArenaError) -> None:
-        kinds = {"CorruptFrame": "corrupt_frame", "DecodeFailed": "decode", "QueueTimeout": "timeout", "PeerDied": "peer_died"}
+        kinds = {
+            "CorruptFrame": "corrupt_frame",
+            "DecodeFailed": "decode",
+            "QueueTimeout": "timeout",
+            "PeerDied": "peer_died",
+        }
         kind = kinds.get(type(error).__name__)
         if self._probe is not None and self._words is not None and kind is not None:
             self._probe.count(self._words.error[kind])

@@ -3,7 +3,9 @@
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,22 @@ def test_neighbours_become_one_range_in_whatever_order_they_come_back(order):
     for offset in order:
         free.give(offset, 1)
     assert free.largest == 4
+
+
+@given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 29), st.integers(1, 8)), max_size=12))
+def test_a_rebuilt_free_list_is_free_but_for_what_is_taken(units, wanted):
+    oracle, taken = Bitmap(units), []
+    for start, length in sorted(wanted):
+        if start + length <= units and all(oracle.free[start : start + length]):
+            oracle.free[start : start + length] = [False] * length
+            taken.append((start, start + length))
+    free = FreeList(units)
+    free.take(units)
+    free.rebuild(units, taken)
+    assert free.total == sum(oracle.free)
+    while (start := oracle.take(1)) is not None:
+        assert free.take(1) == start
+    assert free.take(1) is None
 
 
 # --- a pool and its readers ------------------------------------------------------------------------------------------
@@ -682,8 +700,88 @@ class PoolAgainstOracle(RuleBasedStateMachine):
 
 def test_a_pool_keeps_its_word_whatever_happens_in_whatever_order():
     run_state_machine_as_test(
-        PoolAgainstOracle, settings=settings(max_examples=50, stateful_step_count=40, deadline=None)
+        PoolAgainstOracle, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
     )
+
+
+# --- interrupted anywhere --------------------------------------------------------------------------------------------
+
+
+class CtrlC(BaseException):
+    pass
+
+
+def interrupt_at(line_number: int, action: Any) -> bool:
+    """Run something, with an interrupt before the n-th line that it runs in blocks.py; whether it got that far."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        code = frame.f_code
+        # An exception in a finaliser goes nowhere, in any program.
+        if code.co_filename != blocks.__file__ or code.co_name == "_append_unless_forked":
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line_number:
+                raise CtrlC
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except CtrlC:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def some_life(rig: Rig, tensors: list[torch.Tensor]) -> None:
+    """Every change that a pool goes through: copies and lent tensors, sent, given back, dropped, given up."""
+    first = rig.send(3 * PAGE)
+    block = rig.pool.lend(2 * PAGE)
+    tensors.append(torch.frombuffer(rig.pool.export(block), dtype=torch.uint8))
+    rig.publish(rig.pool.hold(block, block.offset, 2 * PAGE))
+    rig.give_back(first, 0)
+    rig.give_back(first, 1)
+    rig.pool.collect()
+    rig.pool.unhold(rig.pool.hold(block, block.offset, PAGE))
+    rig.send(PAGE)
+    tensors.clear()
+    rig.pool.collect()
+
+
+def test_after_an_interrupt_at_any_line_a_repair_loses_nothing_and_frees_nothing_too_early():
+    line = 0
+    interrupted = True
+    while interrupted:
+        line += 1
+        rig = Rig(max_arena_bytes=16 * PAGE, segment_bytes=4 * PAGE)
+        tensors: list[torch.Tensor] = []
+        interrupted = interrupt_at(line, partial(some_life, rig, tensors))
+        rig.pool.repair(rig.sequence)
+        used = rig.pool.used_bytes
+        outstanding = list(rig.pool._outstanding.values())
+        assert all(rig.borrowers[0].peek(hold.words()).nbytes == hold.nbytes for hold in outstanding)
+        taken = {(block.segment.number, block.offset) for block in (hold.block for hold in outstanding)}
+        fresh = rig.fill(PAGE)
+        assert taken.isdisjoint((block.segment.number, block.offset) for block in fresh), (
+            "what readers hold is given out"
+        )
+        assert len(fresh) * PAGE + used == 16 * PAGE
+        for block in fresh:
+            rig.pool.drop(block)
+        for hold in outstanding:
+            rig.give_back(hold, 0)
+            rig.give_back(hold, 1)
+        tensors.clear()
+        assert rig.used() == 0
+        assert sorted(rig.pool._free_holds) == list(range(GEOMETRY.max_holds))
+        assert sum(one.free.total for one in rig.pool.segments) == rig.pool.size_bytes
+        rig.pool.close()
+    assert line > 100, "the life above runs many lines"
 
 
 # --- through real queues ---------------------------------------------------------------------------------------------

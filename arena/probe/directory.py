@@ -139,7 +139,9 @@ def is_alive(owner: Identity) -> bool | None:
         return False
 
 
-def collect_garbage(run_dir: str | os.PathLike[str] | None = None, *, name: str | None = None, keep: int = 0) -> list[Path]:
+def collect_garbage(
+    run_dir: str | os.PathLike[str] | None = None, *, name: str | None = None, keep: int = 0
+) -> list[Path]:
     """Remove the directories of queues whose processes are all gone; returns what was removed.
 
     Args:
@@ -219,7 +221,9 @@ def _own_directory(path: Path) -> Path:
         status = os.lstat(path)
     except OSError as error:
         raise RunDirectoryError(
-            f"can't use {path} as run directory", found=error.strerror or "", remedy="set ARENA_RUN_DIR to a directory of yours"
+            f"can't use {path} as run directory",
+            found=error.strerror or "",
+            remedy="set ARENA_RUN_DIR to a directory of yours",
         ) from error
     trouble = ""
     if stat.S_ISLNK(status.st_mode):
