@@ -69,54 +69,49 @@ class Source:
 class TensorSource(Source):
     """Bytes to be moved, from a tensor's storage: a span of it, or one tensor's elements gathered."""
 
-    __slots__ = ("_gather", "_tensor")
+    __slots__ = ("_start", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, *, gather: bool) -> None:
-        self._tensor = tensor  # gather: any tensor; else: a flat uint8 view of the span
-        self._gather = gather
-        self.nbytes = tensor.numel() * tensor.element_size()
+    def __init__(self, tensor: torch.Tensor, nbytes: int, *, start: int | None) -> None:
+        self._tensor = tensor
+        self._start = start  # first byte of the span in the tensor's storage; None: gather the elements
+        self.nbytes = nbytes
 
     @property
     def address(self) -> int | None:
         """Where the span lies; None for elements that are gathered."""
-        return None if self._gather else self._tensor.data_ptr()
+        return None if self._start is None else self._tensor.untyped_storage().data_ptr() + self._start
 
     def write_to(self, target: memoryview) -> None:
         """The one copy: multi-threaded, without the GIL, resolving strides and conj and neg bits."""
         import torch
 
-        flat = torch.frombuffer(target, dtype=self._tensor.dtype, count=self._tensor.numel())
-        flat.view(self._tensor.shape).copy_(self._tensor)
+        source = self._tensor.detach() if self._start is None else self._span()
+        flat = torch.frombuffer(target, dtype=source.dtype, count=source.numel())
+        flat.view(source.shape).copy_(source)
 
     def piece(self) -> memoryview:
         """The bytes in one piece; gathers first where they are spread."""
         import torch
 
-        flat = self._tensor
-        if self._gather:
-            dense = torch.empty(flat.shape, dtype=flat.dtype)
-            dense.copy_(flat)
-            flat = dense
-        array = (ctypes.c_ubyte * self.nbytes).from_address(flat.data_ptr())
+        if self._start is None:
+            flat = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="cpu")
+            flat.copy_(self._tensor.detach())
+        else:
+            flat = self._span()
+        array: Any = (ctypes.c_ubyte * self.nbytes).from_address(flat.data_ptr())
         array.tensor = flat  # the bytes live as long as the piece
         return memoryview(array).cast("B")
 
+    def _span(self) -> torch.Tensor:
+        import torch
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """How a placeholder's tensor lies in its buffer."""
-
-    buffer: int
-    dtype: str
-    offset: int  # in elements
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    requires_grad: bool
-    parameter: bool
+        start = self._start or 0
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        return flat.set_(self._tensor.untyped_storage(), start, (self.nbytes,), (1,))
 
 
-Spec = TensorSpec | None
-"""None: the placeholder stands for the buffer itself."""
+Spec = tuple[str, int, tuple[int, ...], tuple[int, ...], bool, bool]
+"""How a placeholder's tensor lies in its buffer: dtype, offset in elements, shape, stride, requires_grad, Parameter."""
 
 
 class Message:
@@ -127,7 +122,7 @@ class Message:
     def __init__(self, pieces: list[Any]) -> None:
         self.pieces = pieces
         self.sources: list[Source] = []
-        self.specs: list[tuple[int, Spec]] = []
+        self.specs: list[tuple[int, Spec | None]] = []  # buffer, and None for the buffer itself
         self.fallbacks = 0
 
     @property
@@ -170,13 +165,12 @@ class _Pickler(pickle.Pickler):
 class Encoder:
     """Encodes for one endpoint; keeps its pickler, which is worth a microsecond a message."""
 
-    __slots__ = ("_awaiting", "_dump", "_forget", "_items", "_pickler", "_pieces", "unsupported")
+    __slots__ = ("_awaiting", "_dump", "_forget", "_items", "_pickler", "_pieces")
 
     def __init__(self) -> None:
         self._pieces: list[Any] = []
-        self._items: list[Any] = []
+        self._items: list[Any] = []  # what went out of band; None for a tensor that went torch's own way
         self._awaiting: torch.Tensor | None = None
-        self.unsupported = 0
         self._renew()
 
     def _renew(self) -> None:
@@ -245,7 +239,7 @@ class Encoder:
             or tensor.is_quantized
             or tensor.__dict__
         ):
-            self.unsupported += 1
+            self._items.append(None)
             return NotImplemented
         self._awaiting = tensor  # the pickler reaches the placeholder's buffer next
         return _same, (pickle.PickleBuffer(bytearray()),)
@@ -254,27 +248,40 @@ class Encoder:
         message = Message(list(self._pieces))
         tensors: list[tuple[int, torch.Tensor]] = []
         for item in self._items:
+            if item is None:
+                message.fallbacks += 1
+                continue
             message.specs.append((len(message.sources), None))
             if isinstance(item, memoryview):
                 message.sources.append(Source(item))
             else:
                 tensors.append((len(message.specs) - 1, item))
         _lay_out_tensors(message, tensors)
-        message.fallbacks, self.unsupported = self.unsupported, 0
         return message
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A tensor, the number of its placeholder, and the bytes of its storage that it spans."""
+
+    index: int
+    tensor: torch.Tensor
+    start: int
+    end: int
 
 
 def _lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) -> None:
     """Decide which bytes travel for each tensor, and where in them it lies."""
-    by_storage: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    by_storage: dict[int, list[_Placed]] = {}
     for index, tensor in tensors:
         if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
             _gather(message, index, tensor)
         else:
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((index, tensor))
+            placed = _Placed(index, tensor, *_span(tensor))
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(placed)
     for group in by_storage.values():
-        if len(group) == 1 and _is_sparse(group[0][1]):
-            _gather(message, *group[0])
+        if len(group) == 1 and _is_sparse(group[0]):
+            _gather(message, group[0].index, group[0].tensor)
         else:
             for cluster in _clusters(group):
                 _share(message, cluster)
@@ -283,47 +290,43 @@ def _lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and last-plus-one byte of a non-empty tensor in its storage."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (reach + 1) * size
 
 
-def _is_sparse(tensor: torch.Tensor) -> bool:
-    start, end = _span(tensor)
-    return end - start > _SPARSE * tensor.numel() * tensor.element_size()
+def _is_sparse(placed: _Placed) -> bool:
+    return placed.end - placed.start > _SPARSE * placed.tensor.numel() * placed.tensor.element_size()
 
 
-def _clusters(group: list[tuple[int, torch.Tensor]]) -> list[list[tuple[int, torch.Tensor]]]:
+def _clusters(group: list[_Placed]) -> list[list[_Placed]]:
     """Views of one storage that travel in one buffer: those whose spans touch, and near neighbours."""
-    ordered = sorted(group, key=lambda member: _span(member[1]))
-    clusters: list[list[tuple[int, torch.Tensor]]] = []
+    clusters: list[list[_Placed]] = []
     end = 0
-    for member in ordered:
-        start, stop = _span(member[1])
-        if clusters and start <= end + _MERGE_SLACK_BYTES:
-            clusters[-1].append(member)
-            end = max(end, stop)
+    for placed in sorted(group, key=lambda one: (one.start, one.end)):
+        if clusters and placed.start <= end + _MERGE_SLACK_BYTES:
+            clusters[-1].append(placed)
+            end = max(end, placed.end)
         else:
-            clusters.append([member])
-            end = stop
+            clusters.append([placed])
+            end = placed.end
     return clusters
 
 
-def _share(message: Message, cluster: list[tuple[int, torch.Tensor]]) -> None:
-    """One buffer for the bytes from the first to the last element of a cluster."""
-    import torch
-
-    spans = [_span(tensor) for _, tensor in cluster]
-    start = min(start for start, _ in spans)
+def _share(message: Message, cluster: list[_Placed]) -> None:
+    """One buffer for the bytes from the first to the last element of a cluster, which is sorted by start."""
+    start = cluster[0].start
     start -= start % 16  # every member must stay aligned to its element size
-    end = max(end for _, end in spans)
-    with torch.no_grad():
-        storage = cluster[0][1].untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8).set_(storage, start, (end - start,), (1,))  # type: ignore[call-overload]
-    for (index, tensor), (first, _) in zip(cluster, spans, strict=True):
-        offset = (first - start) // tensor.element_size()
-        message.specs[index] = (len(message.sources), _spec(message, tensor, offset, tuple(tensor.stride())))
-    message.sources.append(TensorSource(flat, gather=False))
+    end = max(placed.end for placed in cluster)
+    for placed in cluster:
+        tensor = placed.tensor
+        offset = (placed.start - start) // tensor.element_size()
+        message.specs[placed.index] = (len(message.sources), _spec(tensor, offset, tuple(tensor.stride())))
+    # One address may have several storages, of several lengths: two tensors over one numpy array.
+    longest = max(cluster, key=lambda placed: placed.tensor.untyped_storage().nbytes())
+    message.sources.append(TensorSource(longest.tensor, end - start, start=start))
 
 
 def _gather(message: Message, index: int, tensor: torch.Tensor) -> None:
@@ -332,23 +335,14 @@ def _gather(message: Message, index: int, tensor: torch.Tensor) -> None:
     for n in reversed(tensor.shape):
         stride.append(step)
         step *= max(n, 1)
-    spec = _spec(message, tensor, 0, tuple(reversed(stride)))
-    message.specs[index] = (len(message.sources), spec)
-    message.sources.append(TensorSource(tensor.detach(), gather=True))
+    message.specs[index] = (len(message.sources), _spec(tensor, 0, tuple(reversed(stride))))
+    message.sources.append(TensorSource(tensor, tensor.numel() * tensor.element_size(), start=None))
 
 
-def _spec(message: Message, tensor: torch.Tensor, offset: int, stride: tuple[int, ...]) -> TensorSpec:
-    import torch
-
-    return TensorSpec(
-        buffer=len(message.sources),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        offset=offset,
-        shape=tuple(tensor.shape),
-        stride=stride,
-        requires_grad=tensor.requires_grad,
-        parameter=isinstance(tensor, torch.nn.Parameter),
-    )
+def _spec(tensor: torch.Tensor, offset: int, stride: tuple[int, ...]) -> Spec:
+    parameter = type(tensor).__name__ == "Parameter"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return dtype, offset, tuple(tensor.shape), stride, tensor.requires_grad, parameter
 
 
 # ── the payload ──────────────────────────────────────────────────────────────────────────────────
@@ -359,7 +353,7 @@ def build_payload(message: Message, placed: Sequence[HoldWords | None]) -> list[
         message: the message.
         placed: for each source, the hold that carries it, or None if it rides in the payload.
     """
-    specs = _dump_specs(message)
+    specs = pickle.dumps(message.specs, 5) if message.specs else b""
     head = _TABLE.size + len(message.sources) * HOLD_BYTES + len(specs)
     at = _round_up(head)
     entries, pieces = [], []
@@ -374,16 +368,6 @@ def build_payload(message: Message, placed: Sequence[HoldWords | None]) -> list[
     table = _TABLE.pack(len(message.sources), len(specs), message.pickle_bytes) + b"".join(entries) + specs
     front = memoryview(table + bytes(_round_up(head) - head))
     return [piece for piece in (front, *pieces, *map(_as_bytes, message.pieces)) if piece.nbytes]
-
-
-def _dump_specs(message: Message) -> bytes:
-    if not message.specs:
-        return b""
-    rows = [
-        (buffer, spec and (spec.dtype, spec.offset, spec.shape, spec.stride, spec.requires_grad, spec.parameter))
-        for buffer, spec in message.specs
-    ]
-    return pickle.dumps(rows, 5)
 
 
 def _as_bytes(piece: Any) -> memoryview:
@@ -481,14 +465,15 @@ def _tensor(buffer: int, view: memoryview, spec: tuple[Any, ...], storages: dict
     import torch
 
     name, offset, shape, stride, requires_grad, parameter = spec
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CorruptFrame("a frame names a dtype that does not exist", found=str(name))
     if buffer not in storages:
-        flat = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8)
+        # The device by name, here as everywhere: the caller may have set another default.
+        flat = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         storages[buffer] = flat.untyped_storage()
     with torch.no_grad():
-        tensor = torch.empty(0, dtype=dtype).set_(storages[buffer], offset, shape, stride)
+        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[buffer], offset, shape, stride)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor

@@ -780,7 +780,6 @@ class Writer(MessageQueue):
             probe.count(words.bytes[path], nbytes)
         self._count_fallback(reasons, nbytes)
         probe.message_event(Event.PUBLISH, self._published[0] - 1, now_ns, now_ns - began_ns, nbytes)
-        self._show_arena()
 
     def _observe_copy(self, nbytes: int, took_ns: int) -> None:
         probe, words = self._probe, self._words
@@ -859,6 +858,7 @@ class Writer(MessageQueue):
             probe.gauge(words.missed, waiter.missed_wakes)
             probe.gauge(words.spin, waiter.spin_ns)
             self._settle_counts(probe, words)
+            self._show_arena()
             probe.flush(now_ns)
 
     def _settle_counts(self, probe: Probe, words: _Words) -> None:

@@ -762,7 +762,7 @@ def test_after_an_interrupt_at_any_line_a_repair_loses_nothing_and_frees_nothing
         tensors: list[torch.Tensor] = []
         interrupted = interrupt_at(line, partial(some_life, rig, tensors))
         rig.pool.repair(rig.sequence)
-        used = rig.pool.used_bytes
+        used = rig.used()
         outstanding = list(rig.pool._outstanding.values())
         assert all(rig.borrowers[0].peek(hold.words()).nbytes == hold.nbytes for hold in outstanding)
         taken = {(block.segment.number, block.offset) for block in (hold.block for hold in outstanding)}

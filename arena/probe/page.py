@@ -85,8 +85,8 @@ EVENT_GAP_NS: Final = 1_000_000
 """Message events closer together than this are dropped and counted: a thousand a second is plenty to look at."""
 
 SAMPLE: Final = 15
-MANY_MESSAGES: Final = 250
-"""Small messages are observed one in 16 while more than this many pass between two flushes (5,000 a second)."""
+MANY_MESSAGES: Final = 32
+"""Small messages are observed one in 16 while more than this many pass between two flushes (640 a second)."""
 
 MASK: Final = (1 << 64) - 1
 
