@@ -9,23 +9,21 @@ view of that block from that message dies, the reader stores the hold's generati
 A block is free once every hold on it is back from every reader that was counted when it was sent, and the
 writer's own tensors over it are dead.
 
-*The reader's callback* runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock.
-So it is one aligned store, and the writer looks for it when it next needs room.
+The writer's end is here; a reader's is `arena.borrow`.
 """
 
 from __future__ import annotations
 
-import bisect
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from arena import layout, memory
-from arena.errors import CorruptFrame, OutOfMemory
+from arena.errors import OutOfMemory
+from arena.free_list import FreeList
 from arena.layout import round_up
-from arena.memory import Mapping, Segment, Words
+from arena.memory import Segment
 from arena.peers import MAX_SEGMENTS, Seat
 from arena.probe import Probe
 from arena.state import Block as BlockState
@@ -34,17 +32,6 @@ from arena.state import Peer, move
 _HEADROOM_SHARE: Final = 2  # a new segment may take at most 1/2 of what the host or cgroup has left
 _LENT_BIT: Final = 1 << 63
 
-_fork_epoch = 0
-
-
-def _note_fork() -> None:
-    """Disarm every callback that the child inherited: the bytes are its parent's to give back."""
-    global _fork_epoch
-    _fork_epoch += 1
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
 
 class NoRoom(Exception):
     """No block to be had; `reason` is one of FALLBACK_REASONS. Never leaves Arena: it becomes a fallback."""
@@ -52,63 +39,6 @@ class NoRoom(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-
-
-# ── free ranges ──────────────────────────────────────────────────────────────────────────────────
-class FreeList:
-    """The free ranges of one segment, sorted and merged."""
-
-    __slots__ = ("_ends", "_starts")
-
-    def __init__(self, nbytes: int) -> None:
-        self._starts = [0]
-        self._ends = [nbytes]
-
-    def take(self, nbytes: int) -> int | None:
-        """The lowest offset where `nbytes` fit, now taken; None if they fit nowhere."""
-        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            if end - start >= nbytes:
-                if end - start == nbytes:
-                    del self._starts[index], self._ends[index]
-                else:
-                    self._starts[index] = start + nbytes
-                return start
-        return None
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Return a range, merging it with its neighbours."""
-        end = offset + nbytes
-        index = bisect.bisect_left(self._starts, offset)
-        joins_next = index < len(self._starts) and self._starts[index] == end
-        joins_last = index > 0 and self._ends[index - 1] == offset
-        if joins_last and joins_next:
-            self._ends[index - 1] = self._ends.pop(index)
-            del self._starts[index]
-        elif joins_last:
-            self._ends[index - 1] = end
-        elif joins_next:
-            self._starts[index] = offset
-        else:
-            self._starts.insert(index, offset)
-            self._ends.insert(index, end)
-
-    def rebuild(self, nbytes: int, taken: list[tuple[int, int]]) -> None:
-        """Start anew: all of `nbytes` is free but for the ranges (start, end) taken, in order."""
-        self._starts = [0, *(end for _, end in taken)]
-        self._ends = [*(start for start, _ in taken), nbytes]
-        gaps = [(start, end) for start, end in zip(self._starts, self._ends, strict=True) if start < end]
-        self._starts = [start for start, _ in gaps]
-        self._ends = [end for _, end in gaps]
-
-    @property
-    def largest(self) -> int:
-        """The largest free range."""
-        return max((end - start for start, end in zip(self._starts, self._ends, strict=True)), default=0)
-
-    @property
-    def total(self) -> int:
-        """All free bytes."""
-        return sum(self._ends) - sum(self._starts)
 
 
 class PoolSegment:
@@ -145,7 +75,7 @@ class Block:
 class Hold:
     """One block in one message, and who must give it back."""
 
-    __slots__ = ("block", "generation", "number", "offset", "nbytes", "seats", "sequence")
+    __slots__ = ("block", "generation", "nbytes", "number", "offset", "seats", "sequence")
 
     def __init__(self, number: int, generation: int, block: Block, offset: int, nbytes: int) -> None:
         self.number = number
@@ -241,7 +171,7 @@ class BlockPool:
     def export(self, block: Block) -> memoryview:
         """The block's bytes for a tensor of the writer's; the tensor's death drops the block."""
         mapping = block.segment.segment.mapping
-        args = (self._dropped, self._exported, block, _fork_epoch)
+        args = (self._dropped, self._exported, block, memory.fork_epoch())
         try:
             self._exported.add(block)
             return mapping.export(block.offset, block.nbytes, _append_unless_forked, *args)
@@ -255,9 +185,9 @@ class BlockPool:
             offset = address - pool_segment.segment.mapping.address
             if 0 <= offset < pool_segment.segment.nbytes:
                 for block in self._entries.values():
-                    if block.segment is pool_segment and block.offset <= offset:
-                        if offset + nbytes <= block.offset + block.nbytes:
-                            return block, offset
+                    inside = block.offset <= offset and offset + nbytes <= block.offset + block.nbytes
+                    if inside and block.segment is pool_segment:
+                        return block, offset
         return None
 
     # ── hold ─────────────────────────────────────────────────────────────────────────────────────
@@ -339,6 +269,11 @@ class BlockPool:
         return {seat for hold in list(self._outstanding.values()) for seat in hold.seats}
 
     @property
+    def max_bytes(self) -> int:
+        """The arena's limit."""
+        return self._limits.max_arena_bytes
+
+    @property
     def holds_used(self) -> int:
         """Holds not back yet."""
         return len(self._outstanding)
@@ -366,6 +301,7 @@ class BlockPool:
         self._entries = {}
         self._exported.clear()  # in place: the callbacks look into it
         self._dropped.clear()
+        self._hand_over = _nowhere  # the callback holds the queue, which should go with its last reference
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
     def _first_fit(self, wanted: int) -> Block | None:
@@ -429,9 +365,9 @@ class BlockPool:
         start = round_up(pool_segment.cold_from, layout.HUGE_PAGE)
         end_of_huge = min(round_up(end, layout.HUGE_PAGE), size // layout.HUGE_PAGE * layout.HUGE_PAGE)
         pool_segment.cold_from = max(end, end_of_huge)
-        if self._limits.huge_pages and end_of_huge > start:
-            if not mapping.collapse(start, end_of_huge - start) and self._probe is not None:
-                self._probe.count(self._probe.word("collapse_failures_total"))
+        wanted = self._limits.huge_pages and end_of_huge > start
+        if wanted and not mapping.collapse(start, end_of_huge - start) and self._probe is not None:
+            self._probe.count(self._probe.word("collapse_failures_total"))
         if self._limits.prefault:
             mapping.populate(0, size)
 
@@ -483,84 +419,10 @@ class BlockPool:
         self._probe.block(block.entry, block.segment.number, block.offset, block.nbytes, holders)
 
 
+def _nowhere(new: PoolSegment) -> bool:
+    return False
+
+
 def _append_unless_forked(dropped: deque[Block], exported: set[Block], block: Block, epoch: int) -> None:
-    if epoch == _fork_epoch and block in exported:
+    if epoch == memory.fork_epoch() and block in exported:
         dropped.append(block)
-
-
-# ── what a reader borrows ────────────────────────────────────────────────────────────────────────
-class Borrower:
-    """A reader's end of the arena: maps segments as frames name them, and gives holds back."""
-
-    def __init__(
-        self,
-        take_segment: Callable[[int], tuple[int, int] | None],
-        returned: Words,
-        max_holds: int,
-        *,
-        views: str,
-    ) -> None:
-        self._take_segment = take_segment
-        self._returned = returned
-        self._max_holds = max_holds
-        self._views = views
-        self._mappings: dict[int, Mapping] = {}
-
-    def borrow(self, words: tuple[int, int, int, int, int]) -> memoryview:
-        """The bytes of a hold. When the last view of them dies, the hold is given back.
-
-        Raises:
-            CorruptFrame: the hold names memory that does not exist.
-        """
-        number, offset, nbytes, hold, generation = words
-        self._check_hold(hold, generation)
-        mapping = self._mapping(number)
-        return mapping.export(offset, nbytes, _give_back, self._returned, hold, generation, _fork_epoch)
-
-    def close(self) -> None:
-        """Let the segments go. Views of them stay valid, and the memory goes with the last one that dies."""
-        self._mappings.clear()
-
-    def peek(self, words: tuple[int, int, int, int, int]) -> memoryview:
-        """The bytes of a hold that `give_back` will return by hand; read-only."""
-        number, offset, nbytes, hold, generation = words
-        self._check_hold(hold, generation)
-        return self._mapping(number).view(offset, nbytes).toreadonly()
-
-    def give_back(self, words: tuple[int, int, int, int, int]) -> None:
-        """Return a hold now."""
-        _, _, _, hold, generation = words
-        if hold < self._max_holds:
-            _give_back(self._returned, hold, generation, _fork_epoch)
-
-    def _check_hold(self, hold: int, generation: int) -> None:
-        if hold >= self._max_holds or generation == 0:
-            raise CorruptFrame(
-                "a frame names a hold that does not exist",
-                expected=f"a hold below {self._max_holds} and a generation above 0",
-                found=f"hold {hold}, generation {generation}",
-                remedy="something else wrote into the ring; shut the queue down and start both ends anew",
-            )
-
-    def _mapping(self, number: int) -> Mapping:
-        mapping = self._mappings.get(number)
-        if mapping is None:
-            handed_over = self._take_segment(number)
-            if handed_over is None:
-                raise CorruptFrame(
-                    f"a frame names segment {number}, which was never handed over",
-                    expected="the writer to push a segment before it publishes a frame that names it",
-                    found="no such segment on the attach socket",
-                    remedy="something else wrote into the ring; shut the queue down and start both ends anew",
-                )
-            nbytes, fd = handed_over
-            segment = Segment.attach(fd, nbytes, writable=self._views == "shared")
-            segment.close()
-            mapping = self._mappings[number] = segment.mapping
-        return mapping
-
-
-def _give_back(returned: Words, hold: int, generation: int, epoch: int) -> None:
-    if epoch == _fork_epoch:
-        # SYNC POINT block-reusable (publish): the last view is dead before this store is seen
-        returned[hold] = generation

@@ -174,7 +174,7 @@ class Encoder:
         self._renew()
 
     def _renew(self) -> None:
-        pickler = _Pickler(_Sink(self._pieces.append), 5, buffer_callback=self._on_buffer)  # type: ignore[arg-type]
+        pickler = _Pickler(_Sink(self._pieces.append), 5, buffer_callback=self._on_buffer)
         pickler.encoder = self
         self._pickler = pickler
         self._dump = pickler.dump
@@ -428,7 +428,13 @@ def decode(table: Table, borrow: Callable[[HoldWords], memoryview], views: str) 
     """
     buffers = [_buffer(table, entry, borrow, views) for entry in table.entries]
     items = _items(table, buffers, views)
-    return pickle.loads(table.payload[slice(*table.pickle)], buffers=items)
+    # torch's own reduction of a sparse tensor leaves it in a list for torch.load to check: it would never die.
+    kept: list[Any] = getattr(sys.modules.get("torch._utils"), "_sparse_tensors_to_validate", [])
+    before = len(kept)
+    try:
+        return pickle.loads(table.payload[slice(*table.pickle)], buffers=items)
+    finally:
+        del kept[before:]
 
 
 def _buffer(table: Table, entry: HoldWords, borrow: Callable[[HoldWords], memoryview], views: str) -> memoryview:
@@ -470,7 +476,8 @@ def _tensor(buffer: int, view: memoryview, spec: tuple[Any, ...], storages: dict
         raise CorruptFrame("a frame names a dtype that does not exist", found=str(name))
     if buffer not in storages:
         # The device by name, here as everywhere: the caller may have set another default.
-        flat = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        flat = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else none
         storages[buffer] = flat.untyped_storage()
     with torch.no_grad():
         tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[buffer], offset, shape, stride)

@@ -74,12 +74,13 @@ class QueueConfig:
             raise _refused(
                 "slot_bytes", "a multiple of 64, so that slots keep off each other's cache lines", self.slot_bytes
             )
-        name_bytes = len(self.name.encode()) if isinstance(self.name, str) and self.name.isprintable() else 0
+        given: Any = self.name
+        name_bytes = len(given.encode()) if isinstance(given, str) and given.isprintable() else 0
         if not 0 < name_bytes <= _NAME_BYTES:
             raise _refused("name", f"a printable name of at most {_NAME_BYTES} bytes", self.name)
-        for name in ("prefault", "huge_pages", "probes"):
-            if not isinstance(getattr(self, name), bool):
-                raise _refused(name, "True or False", getattr(self, name))
+        for switch in ("prefault", "huge_pages", "probes"):
+            if not isinstance(getattr(self, switch), bool):
+                raise _refused(switch, "True or False", getattr(self, switch))
         if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
             raise _refused("run_dir", "a path or None", self.run_dir)
         if not _is_number(self.stall_warning_s) or not self.stall_warning_s > 0:

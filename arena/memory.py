@@ -204,8 +204,9 @@ class Mapping:
         self.address = _map_aligned(fd, nbytes, writable=writable)
         # A type per mapping: ctypes has no array type without a length, and only a Python subclass can
         # carry attributes and weak references.
-        self._buffer_type: Any = type("SharedBytes", (ctypes.c_ubyte * nbytes,), {})
-        self._root = self._buffer_type.from_address(self.address)
+        buffer_type: Any = type("SharedBytes", (ctypes.c_ubyte * nbytes,), {})
+        self._buffer_type = buffer_type
+        self._root = buffer_type.from_address(self.address)
         weakref.finalize(self._root, _unmap, self.address, nbytes).atexit = False
         if populate:
             _libc.madvise(self.address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
@@ -308,7 +309,21 @@ def _hold_inherited_ranges() -> None:
         _libc.mmap(mapping.address, layout.round_up(mapping.nbytes, layout.PAGE), 0, flags, -1, 0)
 
 
-os.register_at_fork(after_in_child=_hold_inherited_ranges)
+_forks = 0
+
+
+def fork_epoch() -> int:
+    """A number that differs in a forked child: what was set up under another one is the parent's business."""
+    return _forks
+
+
+def _after_fork() -> None:
+    global _forks  # noqa: PLW0603 - one number for the process, as forks are
+    _forks += 1
+    _hold_inherited_ranges()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from arena import layout, memory
-from arena.blocks import Borrower
+from arena.borrow import Borrower
 from arena.codec import HoldWords, decode, read_table
 from arena.config import check_timeout
 from arena.errors import (
@@ -25,14 +25,13 @@ from arena.errors import (
     QueueClosed,
     QueueTimeout,
 )
-from arena.layout import HEAD_SENT_NS, KIND_INLINE, WRITER_PARKED
+from arena.layout import KIND_INLINE, WRITER_PARKED
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
+from arena.observe import ReaderLog
 from arena.peers import Attachment, Handle, signal_name
-from arena.probe import Event, Probe, Role, hooks
+from arena.probe import Probe, Role, hooks
 from arena.probe.directory import reader_page, remove_dead_pages, remove_if_empty
-from arena.probe.metrics import ERROR_KINDS
-from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS, MANY_MESSAGES, SAMPLE
 from arena.ring import ReaderRing
 from arena.state import Endpoint, move
 from arena.state import Message as MessageState
@@ -43,22 +42,6 @@ _HOLD: Final = struct.Struct(layout.HOLD)
 _TABLE_SLACK_BYTES: Final = 1 << 30  # what tables, specs and padding may add to a message's own bytes
 _monotonic_ns = time.monotonic_ns
 _loads = pickle.loads
-
-
-class _Words:
-    """Where the reader's counters lie in its probe's values."""
-
-    def __init__(self, probe: Probe) -> None:
-        self.delay = probe.word("queue_delay_seconds")
-        self.hold = probe.word("reader_hold_seconds")
-        self.starved = probe.word("reader_starved_seconds_total")
-        self.memcpy = probe.word("memcpy_seconds", "read")
-        self.memcpy_bytes = probe.word("memcpy_bytes_total", "read")
-        self.load = probe.word("serialize_seconds", "load")
-        self.error = {kind: probe.word("errors_total", kind) for kind in ERROR_KINDS}
-        self.parks = probe.word("parks_total")
-        self.missed = probe.word("missed_wakes_total")
-        self.spin = probe.word("spin_seconds_total")
 
 
 class Reader(MessageQueue):
@@ -73,6 +56,7 @@ class Reader(MessageQueue):
         "_directory",
         "_handle",
         "_heads",
+        "_log",
         "_message",
         "_parked",
         "_partial",
@@ -83,19 +67,16 @@ class Reader(MessageQueue):
         "_ranks",
         "_released",
         "_ring",
-        "_sample",
-        "_sampled_from",
         "_slots",
         "_spin",
         "_trace",
         "_waiter",
         "_wanted",
-        "_words",
         "_writer_words",
         "rank",
     )
 
-    def __init__(self, handle: Handle, rank: int, *, timeout: float | None, on_warning: Warn | None) -> None:
+    def __init__(self, handle: Handle, rank: Any, *, timeout: float | None, on_warning: Warn | None) -> None:
         handle.check()
         if not isinstance(rank, int) or isinstance(rank, bool):
             raise InvalidArgument("rank is not a rank", expected="a whole number", found=repr(rank))
@@ -137,13 +118,11 @@ class Reader(MessageQueue):
         self._waiter = Waiter(handle.n_reader + 1)
         self._spin = self._waiter.spin
         self._writer_words = self._ring.writer
-        self._sample = 0
-        self._sampled_from = 0
         self._wanted = 0
         self._partial: bytearray | None = None
         self._partial_bytes = 0
         self._message = MessageState.NONE
-        self._words = _Words(self._probe) if self._probe is not None else None
+        self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
         self._state = move(self._state, "attach")
         self._admitted = self._take_place()
         self._attention = not self._admitted
@@ -200,7 +179,7 @@ class Reader(MessageQueue):
         return True
 
     # ── the story ────────────────────────────────────────────────────────────────────────────────
-    def dequeue(self, timeout: float | None = None) -> Any:
+    def dequeue(self, timeout: float | None = None) -> Any:  # noqa: C901, PLR0912 - one message in one place; calls cost
         try:
             if not self._acquire(False):
                 self._contend(timeout)
@@ -208,7 +187,7 @@ class Reader(MessageQueue):
             if self._attention or self._busy or timeout is not None:
                 deadline_ns = self._prepare(timeout)
             self._busy = True
-            complete = False
+            obj, complete = None, False
             while not complete:
                 sequence = self._consumed[0]
                 # SYNC POINT frame-visible (observe): the slot's bytes came before this store
@@ -219,7 +198,9 @@ class Reader(MessageQueue):
                 else:
                     received_ns = self._wait(sequence, deadline_ns)
                 slot = sequence % self._slots
-                if self._heads[slot][0] - sequence == KIND_INLINE:
+                head = self._heads[slot]
+                sent_ns = head[1]  # HEAD_SENT_NS, read before the release lets the writer overwrite it
+                if head[0] - sequence == KIND_INLINE:  # HEAD_TAG
                     try:
                         obj = _loads(self._payloads[slot])
                     except Exception as error:
@@ -232,8 +213,8 @@ class Reader(MessageQueue):
                     complete = True
                 else:
                     complete, obj, now_ns = self._take(sequence)
-                if self._probe is not None:
-                    self._observe(sequence, received_ns, now_ns)
+                if self._log is not None:
+                    self._log.frame(sequence, sent_ns, received_ns, now_ns)
                 if hooks.trace_sink is not None:
                     self._hand_trace()
                 if not complete:
@@ -280,8 +261,8 @@ class Reader(MessageQueue):
         finally:
             if self._state is Endpoint.WAITING:
                 self._state = move(self._state, "proceed")
-                if self._probe is not None:
-                    self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
+                if self._log is not None:
+                    self._log.proceeding()
         return self._waiter.ended_ns
 
     def _park(self, sequence: int, deadline_ns: int | None) -> bool:
@@ -300,9 +281,8 @@ class Reader(MessageQueue):
         if self._closing:
             raise self._closed()
         self._state = Endpoint.WAITING
-        if self._probe is not None:
-            self._probe.waiting(Endpoint.WAITING, now_ns, self._wanted, 0, 0)
-            self._flush(now_ns)
+        if self._log is not None:
+            self._log.waiting(self._wanted, now_ns)
         if self._ring.writer[layout.WRITER_CLOSED]:
             self._raise_unless_published(
                 QueueClosed(f"queue {self.name!r} was shut down by its writer, and everything in it has been taken")
@@ -398,8 +378,8 @@ class Reader(MessageQueue):
         finally:
             for hold in owed.values():
                 self._borrower.give_back(hold)
-            if self._probe is not None and self._words is not None:
-                self._probe.observe(self._words.load, _monotonic_ns() - began_ns)
+            if self._log is not None:
+                self._log.decoded(_monotonic_ns() - began_ns)
 
     def _decoded(self, decoder: Any) -> Any:
         try:
@@ -447,9 +427,8 @@ class Reader(MessageQueue):
         self._partial[at : at + body.nbytes] = body
         self._partial_bytes = at + body.nbytes
         self._message = move(self._message, "fragment")
-        if self._probe is not None and self._words is not None:
-            self._probe.observe(self._words.memcpy, _monotonic_ns() - began_ns)
-            self._probe.count(self._words.memcpy_bytes, body.nbytes)
+        if self._log is not None:
+            self._log.copied(body.nbytes, _monotonic_ns() - began_ns)
 
     def _drop_partial(self) -> None:
         self._partial = None
@@ -489,9 +468,6 @@ class Reader(MessageQueue):
     def statistics(self) -> Statistics:
         self._refuse_forked()
         consumed, published = self._consumed[0], self._published[0]
-        errors = {}
-        if self._probe is not None and self._words is not None:
-            errors = {kind: self._probe.values[word] for kind, word in self._words.error.items()}
         return Statistics(
             name=self.name,
             role="reader",
@@ -499,7 +475,7 @@ class Reader(MessageQueue):
             published=published,
             consumed_by_reader={self.rank: consumed},
             lag_by_reader={self.rank: max(0, published - consumed)},
-            errors={kind: count for kind, count in errors.items() if count},
+            errors={} if self._log is None else self._log.errors(),
             starved_s=self._waiter.waited_ns / 1e9,
             parks=self._waiter.parks,
             missed_wakes=self._waiter.missed_wakes,
@@ -523,63 +499,13 @@ class Reader(MessageQueue):
         self._consumed_futex.wake()
         self._attachment.close()
         self._borrower.close()
-        if self._probe is not None:
-            self._probe.closed(Endpoint.CLOSED, _monotonic_ns())
-            self._probe.unlink()
+        if self._log is not None:
+            self._log.close(self._consumed[0])
         remove_if_empty(self._directory)
 
-    # ── observing: after the fact, and unable to fail ────────────────────────────────────────────
-    def _observe(self, sequence: int, received_ns: int, now_ns: int) -> None:
-        probe = self._probe
-        assert probe is not None
-        page = probe.words
-        page[L_SEQUENCE] = sequence + 1
-        page[L_SEQUENCE_NS] = now_ns
-        if now_ns >= probe.next_flush_ns:
-            self._adapt_sampling(sequence)
-            self._flush(now_ns)
-        if not sequence & self._sample or now_ns != received_ns:
-            self._observe_closely(sequence, received_ns, now_ns)
-
-    def _observe_closely(self, sequence: int, received_ns: int, now_ns: int) -> None:
-        probe, words = self._probe, self._words
-        assert probe is not None and words is not None
-        # Two time namespaces could make this negative; a histogram has no place for that.
-        delay_ns = max(0, received_ns - self._ring.heads[sequence % self._slots][HEAD_SENT_NS])
-        hold_ns = (now_ns if now_ns != received_ns else _monotonic_ns()) - received_ns
-        probe.observe(words.delay, delay_ns)
-        probe.observe(words.hold, hold_ns)
-        if now_ns >= probe.next_event_ns:
-            probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
-
-    def _adapt_sampling(self, sequence: int) -> None:
-        """Look closely at every small message while they are few, at one in 16 while there are many."""
-        many = sequence - self._sampled_from > MANY_MESSAGES
-        self._sampled_from = sequence
-        self._sample = SAMPLE if many else 0
-
     def _count_error(self, error: ArenaError) -> None:
-        kinds = {
-            "CorruptFrame": "corrupt_frame",
-            "DecodeFailed": "decode",
-            "QueueTimeout": "timeout",
-            "PeerDied": "peer_died",
-        }
-        kind = kinds.get(type(error).__name__)
-        if self._probe is not None and self._words is not None and kind is not None:
-            self._probe.count(self._words.error[kind])
-            self._probe.event(Event.ERROR, self._consumed[0], _monotonic_ns(), ERROR_KINDS.index(kind))
-
-    def _flush(self, now_ns: int) -> None:
-        probe, words = self._probe, self._words
-        if probe is not None and words is not None:
-            waiter = self._waiter
-            probe.gauge(words.parks, waiter.parks)
-            probe.gauge(words.missed, waiter.missed_wakes)
-            probe.gauge(words.spin, waiter.spin_ns)
-            probe.gauge(words.starved, waiter.waited_ns)
-            probe.gauge(probe.events_dropped, max(0, self._consumed[0] - probe.message_events))
-            probe.flush(now_ns)
+        if self._log is not None:
+            self._log.error(error, self._consumed[0])
 
 
 _NOT_COMPARED: Final = (layout.IDENTITY_PID, layout.IDENTITY_RANK)

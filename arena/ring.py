@@ -72,7 +72,7 @@ class WriterRing:
 class ReaderRing:
     """A reader's end: the ring read-only, and this reader's own control words."""
 
-    __slots__ = ("released", "consumed", "control", "heads", "payloads", "published", "slots", "writer")
+    __slots__ = ("consumed", "control", "heads", "payloads", "published", "released", "slots", "writer")
 
     def __init__(self, ring: Mapping, control: Mapping, geometry: Geometry) -> None:
         self.slots = geometry.slots

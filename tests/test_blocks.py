@@ -23,8 +23,10 @@ from hypothesis.stateful import (
 )
 
 from arena import MessageQueue, QueueConfig, blocks, layout, memory
-from arena.blocks import BlockPool, Borrower, FreeList, Hold, NoRoom, PoolLimits, PoolSegment
+from arena.blocks import BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
+from arena.borrow import Borrower
 from arena.errors import CorruptFrame, OutOfMemory, QueueTimeout
+from arena.free_list import FreeList
 from arena.layout import Geometry
 from arena.peers import Seat
 from arena.state import Block as BlockState

@@ -180,17 +180,25 @@ def _owners(directory: Path) -> Iterator[Identity]:
 
 def mark_owner(directory: Path) -> None:
     """Leave the creator's identity, for a queue without probes and for the moments before its page exists."""
-    own = identity()
-    (directory / "owner").write_text(f"{own.pid} {own.start_ticks} {own.pid_namespace}\n")
+    own, path = identity(), directory / "owner"
+    try:
+        path.write_text(f"{own.pid} {own.start_ticks} {own.pid_namespace}\n")
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        free = os.statvfs(directory)
+        raise RunDirectoryError(
+            f"no room in {directory}",
+            expected=f"a block of {free.f_frsize} bytes free",
+            found=f"{free.f_bavail * free.f_frsize} bytes free ({error.strerror})",
+            remedy="free some, or set ARENA_RUN_DIR to another tmpfs",
+        ) from error
 
 
 def _marker_is_dead(directory: Path) -> bool:
     try:
         pid, ticks, inode = map(int, (directory / "owner").read_text().split())
-    except FileNotFoundError:
+    except (OSError, ValueError):  # not there, or not all of it: still being set up, unless it is old
         return _age_s(directory) > 60
-    except (OSError, ValueError):
-        return True
     return is_alive(Identity(pid, ticks, inode)) is False
 
 

@@ -171,6 +171,7 @@ class Probe:
         "_events",
         "_index",
         "_mapping",
+        "_ordered",
         "_values_out",
         "events_dropped",
         "message_events",
@@ -197,6 +198,7 @@ class Probe:
         self._mapping = _create_page(path, nbytes)
         self.view = self._mapping.view()
         self.words = self._mapping.raw_words(0, nbytes // WORD)
+        self._ordered = memory.ordered_words(self.words)
         self.values = [0] * count
         self._index = {(one.metric.name, *one.labels.values()): one.word for one in series}
         self._values_out = self.words[VALUES : VALUES + count]
@@ -236,12 +238,13 @@ class Probe:
         for word, value in header.items():
             self.words[word] = value
         # Last, so that nobody takes a half-written page for a whole one.
-        memory.ordered_words(self.words)[H_MAGIC] = PAGE_MAGIC
+        self._ordered[H_MAGIC] = PAGE_MAGIC
 
     # ── where things are ─────────────────────────────────────────────────────────────────────────
     def word(self, name: str, *labels: object) -> int:
         """Index in `values` of a series; for a histogram, of its bucket 0."""
-        return self._index[(name, *map(str, labels))]
+        key = (name, *map(str, labels))
+        return self._index[key]
 
     # ── adding ───────────────────────────────────────────────────────────────────────────────────
     def count(self, word: int, amount: int = 1) -> None:
@@ -274,7 +277,7 @@ class Probe:
         start = self._event_base + (self._events % EVENT_ENTRIES) * 64
         self.view[start : start + 64] = _EVENT.pack(kind, sequence, now_ns, a & MASK, b & MASK, *trace)
         self._events += 1
-        self.words[L_EVENTS] = self._events
+        self._ordered[L_EVENTS] = self._events
 
     # ── letting others see ───────────────────────────────────────────────────────────────────────
     def flush(self, now_ns: int) -> None:
@@ -313,16 +316,15 @@ class Probe:
         """Rewrite one entry of the block table; `segment` is 1-based, 0 for an entry that is free."""
         if entry >= BLOCK_ENTRIES:
             return
-        words = self.words
-        seal = words[L_BLOCK_SEAL]
-        ordered = memory.ordered_words(words)
-        ordered[L_BLOCK_SEAL] = seal + 1
+        words, ordered = self.words, self._ordered
+        changing = words[L_BLOCK_SEAL] | 1  # odd already, if an interrupt cut the last change short
+        ordered[L_BLOCK_SEAL] = changing
         base = words[H_BLOCKS] + entry * BLOCK_WORDS
-        words[base] = segment
+        ordered[base] = segment
         words[base + 1] = offset
         words[base + 2] = nbytes
         words[base + 3] = holders
-        ordered[L_BLOCK_SEAL] = seal + 2
+        ordered[L_BLOCK_SEAL] = changing + 1
 
     def closed(self, state: int, now_ns: int) -> None:
         """The last words of an endpoint that ends in order."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from arena import memory
 from arena.errors import ArenaError
 from arena.layout import WORD
 from arena.probe import page
@@ -134,7 +136,9 @@ class ProbeReader:
         """The flight recorder, oldest first, without records that were overwritten while being read."""
         base, capacity = self._words[page.H_EVENTS], self._words[page.H_EVENTS_COUNT]
         head = self._words[page.L_EVENTS]
+        memory.fence()
         raw = self._words[base : base + capacity * page.EVENT_WORDS].tolist()
+        memory.fence()
         first_intact = max(0, self._words[page.L_EVENTS] + 1 - capacity)
         records = []
         for number in range(max(first_intact, head - capacity, 0), head):
@@ -148,7 +152,9 @@ class ProbeReader:
         base, entries = self._words[page.H_BLOCKS], self._words[page.H_BLOCKS_COUNT]
         for _ in range(_RETRIES):
             seal = self._words[page.L_BLOCK_SEAL]
+            memory.fence()
             raw = self._words[base : base + entries * page.BLOCK_WORDS].tolist()
+            memory.fence()
             if seal % 2 == 0 and seal == self._words[page.L_BLOCK_SEAL]:
                 rows = [raw[at : at + page.BLOCK_WORDS] for at in range(0, len(raw), page.BLOCK_WORDS)]
                 return [
@@ -185,7 +191,7 @@ class ProbeReader:
         start, length = self._words[page.H_METADATA], self._words[page.H_METADATA_BYTES]
         try:
             about = json.loads(self._map[start : start + length])
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise BadPage(f"{self.path} has damaged metadata", found=str(error)) from error
         if not isinstance(about, dict):
             raise BadPage(f"{self.path} has damaged metadata", expected="an object")
@@ -196,9 +202,9 @@ class ProbeReader:
             for one in self.about["series"]:
                 length = HISTOGRAM_WORDS if Kind(one["kind"]) is Kind.HISTOGRAM else 1
                 inside = 0 <= one["word"] <= self._words[page.H_VALUES_COUNT] - length
-                if not (inside and isinstance(one["labels"], dict) and isinstance(one["name"], str)):
+                fields = (("word", int), ("labels", dict), ("name", str), ("unit", str), ("scale", float))
+                if not inside or not all(isinstance(one[name], kind) for name, kind in fields):
                     raise ValueError(one)
-                float(one["scale"]), str(one["unit"])
         except (KeyError, TypeError, ValueError) as error:
             raise BadPage(f"{self.path} has damaged metadata", found=repr(error)) from error
         series: list[dict[str, Any]] = self.about["series"]
@@ -207,7 +213,7 @@ class ProbeReader:
     def _sample(self, one: dict[str, Any]) -> Sample:
         start = self._words[page.H_VALUES] + one["word"]
         kind = Kind(one["kind"])
-        common = (one["name"], kind, one["unit"], float(one["scale"]), one["labels"])
+        common = (one["name"], kind, one["unit"], one["scale"], one["labels"])
         if kind is Kind.HISTOGRAM:
             words = self._words[start : start + HISTOGRAM_WORDS].tolist()
             return Sample(*common, buckets=tuple(words[:BUCKETS]), total=words[BUCKETS])
@@ -215,13 +221,16 @@ class ProbeReader:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """Map a page read-only. A private copy would be stale, and a file that shrinks must not hit us: see below."""
+    """Map a page read-only. Its owner never shrinks it; a file that has been cut short shows in the header."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us
     except OSError as error:
         raise BadPage(f"{path} can't be opened", found=error.strerror or "") from error
     try:
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise BadPage(f"{path} is not a file", found=stat.filemode(status.st_mode))
         if size < (page.VALUES * WORD) or size % WORD:
             raise BadPage(f"{path} is too short for a probe page", found=f"{size} bytes")
         return mmap.mmap(fd, size, prot=mmap.PROT_READ)

@@ -1,0 +1,315 @@
+"""What an endpoint writes into its probe page, kept out of the story of a message.
+
+Everything here comes after the fact and can't fail. The hot path's share is two or three stores a message; the
+rest is sampled while messages are many, or put off to the next copy-out.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from arena.blame import Charge
+from arena.errors import ArenaError, CorruptFrame, DecodeFailed, EncodeFailed, HandleMismatch, PeerDied, QueueTimeout
+from arena.probe import Event, Probe
+from arena.probe.metrics import ERROR_KINDS, FALLBACK_REASONS, PATHS
+from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS, MANY_MESSAGES, SAMPLE
+from arena.state import Endpoint
+
+if TYPE_CHECKING:
+    from arena.blocks import BlockPool
+    from arena.peers import Roster, Seat
+    from arena.wait import Waiter
+
+_KIND_OF_ERROR: Final[dict[type[ArenaError], str]] = {
+    QueueTimeout: "timeout",
+    PeerDied: "peer_died",
+    HandleMismatch: "handle_mismatch",
+    CorruptFrame: "corrupt_frame",
+    EncodeFailed: "encode",
+    DecodeFailed: "decode",
+}
+_NEWS: Final = {"attach": Event.ATTACH, "leave": Event.LEAVE, "death": Event.DEATH}
+_monotonic_ns = time.monotonic_ns
+
+
+class _Log:
+    """What both ends record."""
+
+    __slots__ = ("_errors", "_missed", "_page", "_parks", "_sampled_from", "_spin", "_waiter", "probe", "sample")
+
+    def __init__(self, probe: Probe, waiter: Waiter) -> None:
+        self.probe = probe
+        self.sample = 0  # bits of a sequence that must be 0 for its message to be looked at closely
+        self._page = probe.words
+        self._waiter = waiter
+        self._sampled_from = 0
+        self._errors = {kind: probe.word("errors_total", kind) for kind in ERROR_KINDS}
+        self._parks = probe.word("parks_total")
+        self._missed = probe.word("missed_wakes_total")
+        self._spin = probe.word("spin_seconds_total")
+
+    def error(self, error: ArenaError, sequence: int) -> None:
+        """Count an error that a caller gets to see."""
+        kind = _KIND_OF_ERROR.get(type(error))
+        if kind is not None:
+            self.probe.count(self._errors[kind])
+            self.probe.event(Event.ERROR, sequence, _monotonic_ns(), ERROR_KINDS.index(kind))
+
+    def errors(self) -> dict[str, int]:
+        """Errors so far, by kind."""
+        values = self.probe.values
+        return {kind: values[word] for kind, word in self._errors.items() if values[word]}
+
+    def proceeding(self) -> None:
+        """A wait is over."""
+        self.probe.proceeding(Endpoint.WORKING, _monotonic_ns())
+
+    def close(self, sequence: int) -> None:
+        """The last words; the page goes."""
+        now_ns = _monotonic_ns()
+        self.probe.event(Event.CLOSE, sequence, now_ns)
+        self.probe.closed(Endpoint.CLOSED, now_ns)
+        self.probe.unlink()
+
+    def _adapt_sampling(self, sequence: int) -> None:
+        """Look closely at every small message while they are few, at one in 16 while there are many."""
+        many = sequence - self._sampled_from > MANY_MESSAGES
+        self._sampled_from = sequence
+        self.sample = SAMPLE if many else 0
+
+    def _copy_out(self, sequence: int, now_ns: int) -> None:
+        waiter, probe = self._waiter, self.probe
+        probe.gauge(self._parks, waiter.parks)
+        probe.gauge(self._missed, waiter.missed_wakes)
+        probe.gauge(self._spin, waiter.spin_ns)
+        probe.gauge(probe.events_dropped, max(0, sequence - probe.message_events))
+        probe.flush(now_ns)
+
+
+class WriterLog(_Log):
+    """What the writer records."""
+
+    __slots__ = (
+        "_blocked",
+        "_bytes",
+        "_excess",
+        "_fallback",
+        "_full",
+        "_gauges",
+        "_inline_total",
+        "_memcpy",
+        "_memcpy_bytes",
+        "_messages",
+        "_occupancy",
+        "_other_frames",
+        "_pool",
+        "_published",
+        "_roster",
+        "_serialize",
+        "_slot_times",
+        "_slots",
+        "_tabled",
+        "_wait",
+        "_waits",
+    )
+
+    def __init__(self, probe: Probe, waiter: Waiter, roster: Roster, pool: BlockPool, slots: int) -> None:
+        super().__init__(probe, waiter)
+        self._roster = roster
+        self._pool = pool
+        self._slots = slots
+        self._slot_times = probe.slot_times
+        self._inline_total = 0  # bytes of messages that rode inline
+        self._other_frames = 0  # frames that were not one small message each
+        self._tabled = 0  # those among them that were an inline message all the same
+        self._published = 0  # as far as this log has seen
+        word = probe.word
+        self._messages = {path: word("messages_published_total", path) for path in PATHS}
+        self._bytes = {path: word("published_bytes_total", path) for path in PATHS}
+        self._occupancy = word("ring_occupancy_slots")
+        self._serialize = word("serialize_seconds", "dump")
+        self._memcpy = word("memcpy_seconds", "write")
+        self._memcpy_bytes = word("memcpy_bytes_total", "write")
+        self._fallback = {reason: word("fallback_total", reason) for reason in FALLBACK_REASONS}
+        self._blocked = word("writer_blocked_seconds_total", 0)
+        self._excess = word("writer_blocked_excess_seconds_total", 0)
+        self._full = word("writer_blocked_full_seconds_total")
+        self._waits = word("writer_blocked_total")
+        self._wait = word("writer_wait_seconds")
+        gauges = ("segments", "segment_size_bytes", "block_used_bytes", "block_used_max_bytes", "block_budget_bytes")
+        self._gauges = {name: word(name) for name in (*gauges, "block_largest_free_bytes", "holds_used")}
+        self.flush(_monotonic_ns())
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
+    def inline(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
+        """One small message. Its count is that of all frames less the others, so only bytes are added up."""
+        self._inline_total += nbytes
+        self._page[L_SEQUENCE] = sequence + 1
+        self._slot_times[sequence % self._slots] = now_ns
+        if now_ns >= self.probe.next_flush_ns:
+            self._adapt_sampling(sequence)
+            self.flush(now_ns)
+        if began_ns:
+            self._look_closely(sequence, nbytes, began_ns, now_ns)
+
+    def _look_closely(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
+        probe = self.probe
+        probe.observe(self._serialize, now_ns - began_ns)
+        self._look_at_occupancy(sequence)
+        if now_ns >= probe.next_event_ns:
+            probe.message_event(Event.PUBLISH, sequence, now_ns, now_ns - began_ns, nbytes)
+
+    def _look_at_occupancy(self, sequence: int) -> None:
+        low = sequence + 1
+        for reader in self._roster.words:
+            consumed = reader[0]
+            if consumed < low:  # noqa: PLR1730 - min() costs a call per reader and message
+                low = consumed
+        self.probe.observe(self._occupancy, min(sequence + 1 - low, self._slots))
+
+    def frame(self, sequence: int, now_ns: int) -> None:
+        """One frame that is not a whole small message."""
+        self._other_frames += 1
+        self._page[L_SEQUENCE] = sequence + 1
+        self._slot_times[sequence % self._slots] = now_ns
+        self._look_at_occupancy(sequence)
+        if now_ns >= self.probe.next_flush_ns:
+            self.flush(now_ns)
+
+    def message(self, path: str, sequence: int, nbytes: int, took_ns: int, reasons: set[str]) -> None:
+        """One message that took more than a small pickle; `sequence` is that of its last frame."""
+        if path == "inline":  # a table in one slot: counted with the small messages
+            self._tabled += 1
+            self._inline_total += nbytes
+        else:
+            self.probe.count(self._messages[path])
+            self.probe.count(self._bytes[path], nbytes)
+        if reasons:
+            self.fallback(reasons, sequence, nbytes)
+        self.probe.message_event(Event.PUBLISH, sequence, _monotonic_ns(), took_ns, nbytes)
+
+    def copied(self, sequence: int, nbytes: int, took_ns: int) -> None:
+        """Bytes were copied into a block."""
+        self.probe.observe(self._memcpy, took_ns)
+        self.probe.count(self._memcpy_bytes, nbytes)
+        self.probe.event(Event.COPY, sequence, _monotonic_ns(), took_ns, nbytes)
+
+    def fallback(self, reasons: set[str], sequence: int, nbytes: int) -> None:
+        """A message did not take the fast path, for these reasons."""
+        now_ns = _monotonic_ns()
+        for reason in reasons:
+            self.probe.count(self._fallback[reason])
+            self.probe.event(Event.FALLBACK, sequence, now_ns, FALLBACK_REASONS.index(reason), nbytes)
+
+    # ── waits ────────────────────────────────────────────────────────────────────────────────────
+    def waiting(self, floor: int, pending: list[Seat], now_ns: int) -> None:
+        """The writer waits for these to release `floor`."""
+        mask = sum(1 << seat.rank for seat in pending)
+        self.probe.waiting(Endpoint.WAITING, now_ns, floor, mask, pending[0].rank + 1 if pending else 0)
+        self.flush(now_ns)
+
+    def charge(self, charged: Charge, sequence: int, now_ns: int) -> None:
+        """A wait is over, and somebody is charged with it."""
+        probe = self.probe
+        probe.count(self._blocked + charged.rank, charged.blocked_ns)
+        probe.count(self._excess + charged.rank, charged.excess_ns)
+        probe.count(self._full, charged.full_ns)
+        probe.count(self._waits)
+        probe.observe(self._wait, charged.blocked_ns)
+        probe.event(Event.WAIT, sequence, now_ns, charged.blocked_ns, charged.rank)
+        self.flush(now_ns)
+
+    def stall(self, floor: int, pending: list[Seat], waited_ns: int) -> None:
+        """A wait has become one to warn of."""
+        if pending:
+            self.probe.event(Event.STALL, floor, _monotonic_ns(), waited_ns, pending[0].rank)
+
+    def news(self, what: str, seat: Seat, sequence: int) -> None:
+        """A reader attached, left or died."""
+        self.probe.event(_NEWS[what], sequence, _monotonic_ns(), seat.rank, seat.pid or 0)
+
+    # ── reading it back ──────────────────────────────────────────────────────────────────────────
+    def flush(self, now_ns: int) -> None:
+        """Copy everything out, with what is kept elsewhere until then."""
+        self._published = self._page[L_SEQUENCE]
+        pool, gauge, gauges = self._pool, self.probe.gauge, self._gauges
+        gauge(self._messages["inline"], self._published - self._other_frames + self._tabled)
+        gauge(self._bytes["inline"], self._inline_total)
+        gauge(gauges["segments"], len(pool.segments))
+        gauge(gauges["segment_size_bytes"], pool.size_bytes)
+        gauge(gauges["block_used_bytes"], pool.used_bytes)
+        gauge(gauges["block_used_max_bytes"], pool.used_max_bytes)
+        gauge(gauges["block_budget_bytes"], pool.max_bytes)
+        gauge(gauges["block_largest_free_bytes"], pool.largest_free_bytes)
+        gauge(gauges["holds_used"], pool.holds_used)
+        self._copy_out(self._published, now_ns)
+
+    def counts(self, n_reader: int) -> dict[str, Any]:
+        """The counted part of `Statistics`."""
+        self.flush(_monotonic_ns())
+        values, ranks = self.probe.values, range(n_reader)
+        return {
+            "messages_by_path": {path: values[word] for path, word in self._messages.items()},
+            "bytes_by_path": {path: values[word] for path, word in self._bytes.items()},
+            "fallbacks": {reason: values[word] for reason, word in self._fallback.items() if values[word]},
+            "errors": self.errors(),
+            "blocked_s_by_reader": {rank: values[self._blocked + rank] / 1e9 for rank in ranks},
+            "excess_s_by_reader": {rank: values[self._excess + rank] / 1e9 for rank in ranks},
+            "blocked_full_s": values[self._full] / 1e9,
+        }
+
+
+class ReaderLog(_Log):
+    """What a reader records."""
+
+    __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved")
+
+    def __init__(self, probe: Probe, waiter: Waiter) -> None:
+        super().__init__(probe, waiter)
+        word = probe.word
+        self._delay = word("queue_delay_seconds")
+        self._hold = word("reader_hold_seconds")
+        self._starved = word("reader_starved_seconds_total")
+        self._memcpy = word("memcpy_seconds", "read")
+        self._memcpy_bytes = word("memcpy_bytes_total", "read")
+        self._load = word("serialize_seconds", "load")
+
+    def frame(self, sequence: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
+        """One frame was taken and released. `now_ns` equals `received_ns` where nobody looked at a second clock."""
+        page = self._page
+        page[L_SEQUENCE] = sequence + 1
+        page[L_SEQUENCE_NS] = now_ns
+        if now_ns >= self.probe.next_flush_ns:
+            self._adapt_sampling(sequence)
+            self.flush(now_ns)
+        if not sequence & self.sample or now_ns != received_ns:
+            self._look_closely(sequence, sent_ns, received_ns, now_ns)
+
+    def _look_closely(self, sequence: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
+        probe = self.probe
+        delay_ns = max(0, received_ns - sent_ns)  # two time namespaces could make it negative
+        hold_ns = (now_ns if now_ns != received_ns else _monotonic_ns()) - received_ns
+        probe.observe(self._delay, delay_ns)
+        probe.observe(self._hold, hold_ns)
+        if now_ns >= probe.next_event_ns:
+            probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
+
+    def decoded(self, took_ns: int) -> None:
+        """A message of several parts was decoded."""
+        self.probe.observe(self._load, took_ns)
+
+    def copied(self, nbytes: int, took_ns: int) -> None:
+        """Bytes were copied out of the ring."""
+        self.probe.observe(self._memcpy, took_ns)
+        self.probe.count(self._memcpy_bytes, nbytes)
+
+    def waiting(self, wanted: int, now_ns: int) -> None:
+        """The reader waits for `wanted` to be published."""
+        self.probe.waiting(Endpoint.WAITING, now_ns, wanted, 0, 0)
+        self.flush(now_ns)
+
+    def flush(self, now_ns: int) -> None:
+        """Copy everything out."""
+        self.probe.gauge(self._starved, self._waiter.waited_ns)
+        self._copy_out(self._page[L_SEQUENCE], now_ns)

@@ -1,0 +1,155 @@
+"""A peer's process: alive or not, and what ended it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal as _signal
+import socket
+import struct
+from pathlib import Path
+from typing import Final
+
+from arena.probe import Identity, identity, is_alive
+
+_SO_PEERPIDFD: Final = 77
+_PIDFD_INFO_EXIT: Final = 1 << 3
+
+
+class Process:
+    """A peer's process, watched through a pidfd where there is one."""
+
+    __slots__ = ("_fd", "_poll", "_seen_dead", "_signal", "who")
+
+    def __init__(self, who: Identity, fd: int | None) -> None:
+        self.who = who
+        self._fd = fd
+        self._seen_dead = False
+        self._signal: int | None = None  # what ended it, once the pidfd is given back
+        self._poll = select.poll()
+        if fd is not None:
+            self._poll.register(fd, select.POLLIN)
+
+    @classmethod
+    def of_peer(cls, connection: socket.socket, who: Identity) -> Process:
+        """The process at the other end of a unix socket."""
+        return cls(who, _peer_pidfd(connection, who))
+
+    @property
+    def fd(self) -> int | None:
+        """The pidfd, readable once the process has ended."""
+        return self._fd
+
+    def is_alive(self) -> bool | None:
+        """Whether it lives; None where nothing here can tell (another pid namespace, old kernel)."""
+        if self._seen_dead:
+            return False
+        if self._fd is not None:
+            try:
+                self._seen_dead = bool(self._poll.poll(0))
+            except RuntimeError:  # another thread is asking this very moment; the next look will tell
+                return True
+            return not self._seen_dead
+        alive = is_alive(self.who)
+        self._seen_dead = alive is False
+        return alive
+
+    def signal(self) -> int | None:
+        """The signal that ended it; None where the kernel can't tell: reaped already, before Linux 6.15."""
+        if self._fd is None:
+            return self._signal
+        try:
+            status = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except OSError:  # not a child of ours
+            # Its parent may reap it between the two looks, so look once more.
+            fd = self._fd
+            return _signal_from_kernel(fd) or _signal_of_zombie(self.who) or _signal_from_kernel(fd)
+        if status is None or status.si_code not in (os.CLD_KILLED, os.CLD_DUMPED):
+            return None
+        return status.si_status
+
+    def close(self) -> None:
+        """Give the pidfd back."""
+        if self._seen_dead:
+            self._signal = self.signal()
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._poll.unregister(fd)
+            os.close(fd)
+
+
+def _peer_pidfd(connection: socket.socket, who: Identity) -> int | None:
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+        return int(struct.unpack("i", raw)[0])
+    except OSError:
+        pass
+    pid, _, _ = credentials(connection)
+    if pid <= 0:
+        return None
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return None
+    # Between connecting and opening, the pid could have passed to another process.
+    if is_alive(Identity(pid, who.start_ticks, identity().pid_namespace)) is False and who.pid == pid:
+        os.close(fd)
+        return None
+    return fd
+
+
+def _signal_from_kernel(fd: int) -> int | None:
+    """The exit status that Linux 6.15 and later tells anybody who holds a pidfd (PIDFD_GET_INFO)."""
+    size = 64
+    info = bytearray(struct.pack("=Q", _PIDFD_INFO_EXIT).ljust(size, b"\0"))
+    request = (3 << 30) | (size << 16) | (0xFF << 8) | 11  # _IOWR(0xFF, 11, struct pidfd_info)
+    try:
+        fcntl.ioctl(fd, request, info)
+    except OSError:
+        return None
+    mask = struct.unpack_from("=Q", info, 0)[0]
+    if not mask & _PIDFD_INFO_EXIT:
+        return None
+    status = struct.unpack_from("=i", info, 60)[0]
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def _signal_of_zombie(who: Identity) -> int | None:
+    """The same from /proc, which tells it until the process is reaped."""
+    if who.pid_namespace != identity().pid_namespace:
+        return None
+    try:
+        fields = Path(f"/proc/{who.pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    state, start_ticks, status = fields[0], int(fields[19]), int(fields[49])
+    if state not in (b"Z", b"X") or start_ticks != who.start_ticks:
+        return None
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Pid, uid and gid of the process at the other end."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, gid = struct.unpack("iII", raw)
+    return pid, uid, gid
+
+
+def signal_name(number: int | None) -> str:
+    """`SIGKILL` for 9; words for what is not known."""
+    if number is None:
+        return "an unknown cause"
+    try:
+        return _signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def peer_identity(connection: socket.socket) -> Identity:
+    """The process at the other end, as far as this pid namespace knows it."""
+    pid = credentials(connection)[0]
+    try:
+        return identity(pid)
+    except ProcessLookupError:
+        return Identity(pid, 0, 0)

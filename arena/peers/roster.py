@@ -1,0 +1,196 @@
+"""Who sits at which rank, as the writer sees it, and the rules by which that changes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from array import array
+
+from arena import layout
+from arena.errors import AttachRefused
+from arena.layout import Geometry
+from arena.memory import Futex, Mapping, Words, ordered_words
+from arena.peers.process import Process
+from arena.state import Peer, move
+
+
+class Seat:
+    """One incarnation of one rank, as the writer sees it.
+
+    Until the reader attaches, its words are zeros of our own: it counts, and has consumed nothing.
+    """
+
+    __slots__ = ("connection", "first", "futex", "pid", "process", "rank", "released", "returned", "state", "words")
+
+    def __init__(self, rank: int, state: Peer, geometry: Geometry) -> None:
+        self.rank = rank
+        self.state = state
+        self.first = 0
+        self.pid: int | None = None
+        self.process: Process | None = None
+        self.connection: socket.socket | None = None
+        absent = memoryview(array("Q", bytes(layout.READER_WORDS * layout.WORD)))
+        self.words: Words = ordered_words(absent)
+        self.futex: Futex | None = None
+        self.released: Words = memoryview(array("Q", bytes(geometry.slots * layout.WORD)))
+        self.returned: Words = memoryview(array("Q", bytes(geometry.max_holds * layout.WORD)))
+
+    @property
+    def consumed(self) -> int:
+        """Frames released, counting those from before a joiner's time."""
+        # SYNC POINT slot-reusable (observe): what the reader did with the slot came before its store
+        return max(self.words[layout.CONSUMED], self.first)
+
+    def describe(self) -> str:
+        """`reader 2 (pid 4711)`, or that nobody came."""
+        if self.pid is None:
+            return f"reader {self.rank} (not attached yet)"
+        return f"reader {self.rank} (pid {self.pid})"
+
+
+class Roster:
+    """All seats, and the rules by which they change. Two threads of the writer's process change it, under `lock`."""
+
+    def __init__(self, n_reader: int, ring: Mapping, geometry: Geometry) -> None:
+        self.lock = threading.Lock()
+        self.geometry = geometry
+        self._ranks = ring.words(layout.RANKS_OFFSET, layout.MAX_READERS)
+        self._live = ring.words(layout.LIVE_OFFSET, layout.WRITER_WORDS)
+        self.seats = [Seat(rank, Peer.EXPECTED, geometry) for rank in range(n_reader)]
+        self.counted: list[Seat] = list(self.seats)
+        self.words: list[Words] = [seat.words for seat in self.seats]
+        self.departed: list[Seat] = []  # left, but may still hold blocks
+        self.deaths: list[Seat] = []  # not reported yet
+        self.changed = False  # something for the writer's thread to see to
+        self.news: list[tuple[str, Seat]] = []
+        self.everyone_came = threading.Event()
+
+    # ── the attach thread's part ─────────────────────────────────────────────────────────────────
+    def seat_reader(self, rank: int, control: Mapping, process: Process, connection: socket.socket) -> Seat:
+        """Give a rank to a reader that has shown the secret.
+
+        Raises:
+            AttachRefused: the rank does not exist, or somebody alive has it.
+        """
+        with self.lock:
+            if not 0 <= rank < len(self.seats):
+                raise AttachRefused(
+                    f"there is no rank {rank} in this queue",
+                    expected=f"a rank from 0 to {len(self.seats) - 1}",
+                    found=str(rank),
+                    remedy="create the queue with a larger n_reader, or correct the rank",
+                )
+            self._reap()
+            seat = self.seats[rank]
+            if seat.state in (Peer.ATTACHED, Peer.JOINING):
+                raise AttachRefused(
+                    f"rank {rank} is taken",
+                    expected="one process per rank",
+                    found=f"{seat.describe()} attached as {rank} and alive",
+                    remedy="give each worker its own rank, or end that process first",
+                )
+            if seat.state is not Peer.EXPECTED:
+                seat = self.seats[rank] = Seat(rank, seat.state, self.geometry)
+                self._ranks[rank] = layout.NOT_ADMITTED
+            seat.state = move(seat.state, "attach")
+            self._fill(seat, control, process, connection)
+            self.news.append(("attach", seat))
+            self._recount()
+            if all(one.state is not Peer.EXPECTED for one in self.seats):
+                self._live[layout.READY] = 1
+                self.everyone_came.set()
+            return seat
+
+    def _fill(self, seat: Seat, control: Mapping, process: Process, connection: socket.socket) -> None:
+        seat.pid = process.who.pid
+        seat.process = process
+        seat.connection = connection
+        seat.words = control.words(layout.LIVE_OFFSET, layout.READER_WORDS)
+        seat.released = control.raw_words(layout.RELEASED_OFFSET, self.geometry.slots)
+        seat.returned = control.words(self.geometry.returned_offset, self.geometry.max_holds)
+        seat.futex = control.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
+
+    # ── the writer's part ────────────────────────────────────────────────────────────────────────
+    def admit(self, sequence: int) -> None:
+        """Between two messages: readers that joined take part from `sequence` on."""
+        with self.lock:
+            for seat in self.seats:
+                if seat.state is Peer.JOINING:
+                    seat.first = sequence
+                    self._ranks[seat.rank] = sequence
+                    seat.state = move(seat.state, "admit")
+            self._recount()
+            self.changed = False
+
+    def reap(self) -> bool:
+        """Notice who left or died; True if anybody did."""
+        with self.lock:
+            return self._reap()
+
+    def take_death(self) -> Seat:
+        """The first death not reported yet."""
+        with self.lock:
+            return self.deaths.pop(0)
+
+    def take_news(self) -> list[tuple[str, Seat]]:
+        """Arrivals and departures since the last call, for the event ring."""
+        with self.lock:
+            news, self.news = self.news, []
+            return news
+
+    def missing(self) -> list[int]:
+        """Ranks that have not attached."""
+        with self.lock:
+            return [seat.rank for seat in self.seats if seat.state is Peer.EXPECTED]
+
+    def connections(self) -> list[tuple[Seat, socket.socket]]:
+        """The open connections of readers that may need new segments."""
+        with self.lock:
+            return [(seat, seat.connection) for seat in self.seats if seat.connection is not None]
+
+    def close(self) -> None:
+        """Drop every connection and pidfd."""
+        with self.lock:
+            for seat in [*self.seats, *self.departed]:
+                self._hang_up(seat)
+                if seat.process is not None:
+                    seat.process.close()
+
+    def let_go(self, owing: set[Seat]) -> None:
+        """Forget who left, once they owe no block; until then their death gives the block back."""
+        with self.lock:
+            for seat in self.departed:
+                if seat not in owing and seat.process is not None:
+                    seat.process.close()
+            self.departed = [seat for seat in self.departed if seat in owing]
+
+    def _reap(self) -> bool:
+        found = False
+        for seat in self.seats:
+            if seat.state in (Peer.ATTACHED, Peer.JOINING) and seat.process is not None:
+                if seat.words[layout.READER_CLOSED]:
+                    seat.state = move(seat.state, "leave")
+                    self.departed.append(seat)
+                    self.news.append(("leave", seat))
+                elif seat.process.is_alive() is False:
+                    seat.state = move(seat.state, "die")
+                    self.deaths.append(seat)
+                    self.news.append(("death", seat))
+                    seat.process.close()
+                else:
+                    continue
+                self._hang_up(seat)
+                found = True
+        if found:
+            self._recount()
+        return found
+
+    def _hang_up(self, seat: Seat) -> None:
+        connection, seat.connection = seat.connection, None
+        if connection is not None:
+            connection.close()
+
+    def _recount(self) -> None:
+        self.counted = [seat for seat in self.seats if seat.state in (Peer.EXPECTED, Peer.ATTACHED)]
+        self.words = [seat.words for seat in self.counted]
+        self.changed = True
