@@ -72,7 +72,7 @@ class Claim:
         self._check_open = check_open
         self._see_to_roster = see_to_roster
         self._warn = warn
-        self._stall_ns = int(stall_warning_s * 1e9)
+        self._stall_ns = int(min(stall_warning_s, 1e9) * 1e9)  # it may be infinite
         self.log: WriterLog | None = None
         self.waiting = False
 

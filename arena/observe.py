@@ -1,7 +1,7 @@
 """What an endpoint writes into its probe page, kept out of the story of a message.
 
-Everything here comes after the fact and can't fail. The hot path's share is two or three stores a message; the
-rest is sampled while messages are many, or put off to the next copy-out.
+Everything here comes after the fact and can't fail. The hot path's share is one store a message, its sequence, made
+in the verb itself; all else waits for a message that is looked at: every one while they are few, one in 16 of many.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _monotonic_ns = time.monotonic_ns
 class _Log:
     """What both ends record."""
 
-    __slots__ = ("_errors", "_missed", "_page", "_parks", "_sampled_from", "_spin", "_waiter", "probe", "sample")
+    __slots__ = ("_errors", "_missed", "_parks", "_spin", "_waiter", "_window_from", "page", "probe", "sample")
 
     def __init__(self, probe: Probe, waiter: Waiter) -> None:
         self.probe = probe
-        self.sample = 0  # bits of a sequence that must be 0 for its message to be looked at closely
-        self._page = probe.words
+        self.sample = 0  # bits of a sequence that must be 0 for its message to be looked at
+        self.page = probe.words
         self._waiter = waiter
-        self._sampled_from = 0
+        self._window_from = 0
         self._errors = {kind: probe.word("errors_total", kind) for kind in ERROR_KINDS}
         self._parks = probe.word("parks_total")
         self._missed = probe.word("missed_wakes_total")
@@ -72,11 +72,10 @@ class _Log:
         self.probe.closed(Endpoint.CLOSED, now_ns)
         self.probe.unlink()
 
-    def _adapt_sampling(self, sequence: int) -> None:
-        """Look closely at every small message while they are few, at one in 16 while there are many."""
-        many = sequence - self._sampled_from > MANY_MESSAGES
-        self._sampled_from = sequence
-        self.sample = SAMPLE if many else 0
+    def _begin_window(self, sequence: int) -> None:
+        """Look at every small message while they are few, at one in 16 while there are many."""
+        self.sample = SAMPLE if sequence - self._window_from > MANY_MESSAGES else 0
+        self._window_from = sequence
 
     def _copy_out(self, sequence: int, now_ns: int) -> None:
         waiter, probe = self._waiter, self.probe
@@ -97,7 +96,6 @@ class WriterLog(_Log):
         "_fallback",
         "_full",
         "_gauges",
-        "_inline_total",
         "_memcpy",
         "_memcpy_bytes",
         "_messages",
@@ -107,11 +105,11 @@ class WriterLog(_Log):
         "_published",
         "_roster",
         "_serialize",
-        "_slot_times",
         "_slots",
         "_tabled",
         "_wait",
         "_waits",
+        "inline_bytes",
     )
 
     def __init__(self, probe: Probe, waiter: Waiter, roster: Roster, pool: BlockPool, slots: int) -> None:
@@ -119,8 +117,7 @@ class WriterLog(_Log):
         self._roster = roster
         self._pool = pool
         self._slots = slots
-        self._slot_times = probe.slot_times
-        self._inline_total = 0  # bytes of messages that rode inline
+        self.inline_bytes = 0  # bytes of messages that rode inline
         self._other_frames = 0  # frames that were not one small message each
         self._tabled = 0  # those among them that were an inline message all the same
         self._published = 0  # as far as this log has seen
@@ -142,23 +139,19 @@ class WriterLog(_Log):
         self.flush(_monotonic_ns())
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
-    def inline(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
-        """One small message. Its count is that of all frames less the others, so only bytes are added up."""
-        self._inline_total += nbytes
-        self._page[L_SEQUENCE] = sequence + 1
-        self._slot_times[sequence % self._slots] = now_ns
-        if now_ns >= self.probe.next_flush_ns:
-            self._adapt_sampling(sequence)
-            self.flush(now_ns)
-        if began_ns:
-            self._look_closely(sequence, nbytes, began_ns, now_ns)
-
-    def _look_closely(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
+    def small(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
+        """Look at one small message. The verb itself has stored its sequence and added its bytes up."""
         probe = self.probe
         probe.observe(self._serialize, now_ns - began_ns)
         self._look_at_occupancy(sequence)
+        probe.mark(sequence, now_ns)
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.PUBLISH, sequence, now_ns, now_ns - began_ns, nbytes)
+        if sequence - self._window_from > MANY_MESSAGES:
+            self.sample = SAMPLE  # many, and at once: a burst must not be over before it is noticed
+        if now_ns >= probe.next_flush_ns:
+            self._begin_window(sequence)
+            self.flush(now_ns)
 
     def _look_at_occupancy(self, sequence: int) -> None:
         low = sequence + 1
@@ -171,8 +164,8 @@ class WriterLog(_Log):
     def frame(self, sequence: int, now_ns: int) -> None:
         """One frame that is not a whole small message."""
         self._other_frames += 1
-        self._page[L_SEQUENCE] = sequence + 1
-        self._slot_times[sequence % self._slots] = now_ns
+        self.page[L_SEQUENCE] = sequence + 1
+        self.probe.mark(sequence, now_ns)
         self._look_at_occupancy(sequence)
         if now_ns >= self.probe.next_flush_ns:
             self.flush(now_ns)
@@ -181,7 +174,7 @@ class WriterLog(_Log):
         """One message that took more than a small pickle; `sequence` is that of its last frame."""
         if path == "inline":  # a table in one slot: counted with the small messages
             self._tabled += 1
-            self._inline_total += nbytes
+            self.inline_bytes += nbytes
         else:
             self.probe.count(self._messages[path])
             self.probe.count(self._bytes[path], nbytes)
@@ -232,10 +225,10 @@ class WriterLog(_Log):
     # ── reading it back ──────────────────────────────────────────────────────────────────────────
     def flush(self, now_ns: int) -> None:
         """Copy everything out, with what is kept elsewhere until then."""
-        self._published = self._page[L_SEQUENCE]
+        self._published = self.page[L_SEQUENCE]
         pool, gauge, gauges = self._pool, self.probe.gauge, self._gauges
         gauge(self._messages["inline"], self._published - self._other_frames + self._tabled)
-        gauge(self._bytes["inline"], self._inline_total)
+        gauge(self._bytes["inline"], self.inline_bytes)
         gauge(gauges["segments"], len(pool.segments))
         gauge(gauges["segment_size_bytes"], pool.size_bytes)
         gauge(gauges["block_used_bytes"], pool.used_bytes)
@@ -276,24 +269,20 @@ class ReaderLog(_Log):
         self._load = word("serialize_seconds", "load")
 
     def frame(self, sequence: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
-        """One frame was taken and released. `now_ns` equals `received_ns` where nobody looked at a second clock."""
-        page = self._page
-        page[L_SEQUENCE] = sequence + 1
-        page[L_SEQUENCE_NS] = now_ns
-        if now_ns >= self.probe.next_flush_ns:
-            self._adapt_sampling(sequence)
-            self.flush(now_ns)
-        if not sequence & self.sample or now_ns != received_ns:
-            self._look_closely(sequence, sent_ns, received_ns, now_ns)
-
-    def _look_closely(self, sequence: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
+        """Look at one frame that was taken. `now_ns` equals `received_ns` where nobody looked at a second clock."""
         probe = self.probe
+        self.page[L_SEQUENCE_NS] = now_ns
         delay_ns = max(0, received_ns - sent_ns)  # two time namespaces could make it negative
         hold_ns = (now_ns if now_ns != received_ns else _monotonic_ns()) - received_ns
         probe.observe(self._delay, delay_ns)
         probe.observe(self._hold, hold_ns)
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
+        if sequence - self._window_from > MANY_MESSAGES:
+            self.sample = SAMPLE  # many, and at once: a burst must not be over before it is noticed
+        if now_ns >= probe.next_flush_ns:
+            self._begin_window(sequence)
+            self.flush(now_ns)
 
     def decoded(self, took_ns: int) -> None:
         """A message of several parts was decoded."""
@@ -312,4 +301,4 @@ class ReaderLog(_Log):
     def flush(self, now_ns: int) -> None:
         """Copy everything out."""
         self.probe.gauge(self._starved, self._waiter.waited_ns)
-        self._copy_out(self._page[L_SEQUENCE], now_ns)
+        self._copy_out(self.page[L_SEQUENCE], now_ns)

@@ -32,6 +32,7 @@ from arena.observe import ReaderLog
 from arena.peers import Attachment, Handle, signal_name
 from arena.probe import Probe, Role, hooks
 from arena.probe.directory import reader_page, remove_dead_pages, remove_if_empty
+from arena.probe.page import L_SEQUENCE
 from arena.ring import ReaderRing
 from arena.state import Endpoint, move
 from arena.state import Message as MessageState
@@ -179,7 +180,7 @@ class Reader(MessageQueue):
         return True
 
     # ── the story ────────────────────────────────────────────────────────────────────────────────
-    def dequeue(self, timeout: float | None = None) -> Any:  # noqa: C901, PLR0912 - one message in one place; calls cost
+    def dequeue(self, timeout: float | None = None) -> Any:  # noqa: C901, PLR0912, PLR0915 - calls cost
         try:
             if not self._acquire(False):
                 self._contend(timeout)
@@ -199,7 +200,9 @@ class Reader(MessageQueue):
                     received_ns = self._wait(sequence, deadline_ns)
                 slot = sequence % self._slots
                 head = self._heads[slot]
-                sent_ns = head[1]  # HEAD_SENT_NS, read before the release lets the writer overwrite it
+                log = self._log
+                # HEAD_SENT_NS, read before the release lets the writer overwrite it; 0 for a message not looked at
+                sent_ns = 0 if log is None or sequence & log.sample else head[1]
                 if head[0] - sequence == KIND_INLINE:  # HEAD_TAG
                     try:
                         obj = _loads(self._payloads[slot])
@@ -213,8 +216,10 @@ class Reader(MessageQueue):
                     complete = True
                 else:
                     complete, obj, now_ns = self._take(sequence)
-                if self._log is not None:
-                    self._log.frame(sequence, sent_ns, received_ns, now_ns)
+                if log is not None:
+                    log.page[L_SEQUENCE] = sequence + 1
+                    if sent_ns:
+                        log.frame(sequence, sent_ns, received_ns, now_ns)
                 if hooks.trace_sink is not None:
                     self._hand_trace()
                 if not complete:

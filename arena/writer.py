@@ -22,6 +22,7 @@ from arena.observe import WriterLog
 from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, signal_name
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
+from arena.probe.page import L_SEQUENCE
 from arena.ring import WriterRing
 from arena.state import Endpoint, move
 from arena.state import Message as MessageState
@@ -232,7 +233,10 @@ class Writer(MessageQueue):
                     self._write_trace(sequence)
                 ring.publish(sequence)
                 if log is not None:
-                    log.inline(sequence, nbytes, began_ns, now_ns)
+                    log.page[L_SEQUENCE] = sequence + 1
+                    log.inline_bytes += nbytes
+                    if began_ns:
+                        log.small(sequence, nbytes, began_ns, now_ns)
                 if now_ns >= self._next_look_ns:
                     self._look_due = True
             else:

@@ -1,12 +1,18 @@
 """Whom a wait is charged to: exact figures, against the definitions taken literally."""
 
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arena import Handle, MessageQueue, QueueConfig, Statistics
 from arena.blame import Charge, charge, charge_unfinished
+from arena.errors import PeerDied, QueueTimeout
+from tests.support import processes
 
 
 def test_the_last_to_release_is_charged_the_whole_wait():
@@ -122,3 +128,102 @@ def test_over_many_waits_the_ranks_add_up_to_some(n_reader):
     charges = [charge(started, ended, released, n_reader) for started, ended, released in waits]
     per_rank = [sum(one.blocked_ns for one in charges if one.rank == rank) for rank in range(n_reader)]
     assert sum(per_rank) == 50 * 10
+
+
+# --- real waits ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_ring(
+    readers: int, behind: set[int], on_warning: Callable[[str], None] | None = None
+) -> Iterator[tuple[MessageQueue, list[MessageQueue]]]:
+    """A writer whose next message has to wait for the readers that are behind; the others have read everything.
+
+    `on_warning` is called as soon as it waits.
+    """
+    config = QueueConfig(slots=4, stall_warning_s=1e-6)
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(MessageQueue(readers, config=config, on_warning=on_warning))
+        handle = writer.export_handle()
+        ends = [stack.enter_context(MessageQueue.create_from_handle(handle, rank)) for rank in range(readers)]
+        for step in range(4):
+            writer.enqueue(step)
+        for rank, reader in enumerate(ends):
+            while rank not in behind and reader.statistics().lag_by_reader[rank]:
+                reader.dequeue()
+        yield writer, ends
+
+
+def who_is_charged(statistics: Statistics) -> tuple[list[int], list[int], bool]:
+    """The ranks with blocked time, those with excess, and whether there was a full part."""
+    blocked = [rank for rank, seconds in statistics.blocked_s_by_reader.items() if seconds]
+    excess = [rank for rank, seconds in statistics.excess_s_by_reader.items() if seconds]
+    return blocked, excess, statistics.blocked_full_s > 0
+
+
+def test_a_real_timeout_is_charged_to_the_only_reader_that_is_behind(run_dir):
+    with full_ring(3, behind={1}) as (writer, _):
+        with pytest.raises(QueueTimeout, match="awaiting_readers reader 1 "):
+            writer.enqueue(None, timeout=0.02)
+        statistics = writer.statistics()
+    assert who_is_charged(statistics) == ([1], [1], False)
+    assert statistics.blocked_s_by_reader[1] == statistics.excess_s_by_reader[1] >= 0.02
+
+
+def test_a_real_timeout_on_every_reader_is_full_and_nobodys_excess(run_dir):
+    with full_ring(2, behind={0, 1}) as (writer, _):
+        with pytest.raises(QueueTimeout, match=r"reader 0 .* reader 1 "):
+            writer.enqueue(None, timeout=0.02)
+        statistics = writer.statistics()
+    assert who_is_charged(statistics) == ([0], [], True)
+    assert statistics.blocked_full_s == statistics.blocked_s_by_reader[0] >= 0.02
+
+
+def test_a_real_wait_is_charged_to_the_last_reader_to_release(run_dir):
+    waiting = threading.Event()
+    with full_ring(2, behind={0, 1}, on_warning=lambda text: waiting.set()) as (writer, readers):
+
+        def release_one_after_the_other() -> None:
+            assert waiting.wait(20)
+            for reader in readers:
+                reader.dequeue(timeout=20)
+
+        thread = threading.Thread(target=release_one_after_the_other)
+        thread.start()
+        writer.enqueue(None, timeout=20)
+        thread.join()
+        statistics = writer.statistics()
+    assert who_is_charged(statistics) == ([1], [1], True)
+    parts = statistics.excess_s_by_reader[1] + statistics.blocked_full_s
+    assert parts == pytest.approx(statistics.blocked_s_by_reader[1], abs=1e-9)
+
+
+def attach_and_stay(handle: Handle, attached: Any) -> None:
+    reader = MessageQueue.create_from_handle(handle, 1)
+    attached.send(reader.dequeue(timeout=20))
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("on_reader_death", ["raise", "continue"])
+def test_a_wait_that_a_death_ends_is_charged_to_the_dead(run_dir, on_reader_death):
+    here, there = processes.context.Pipe(duplex=False)
+    config = QueueConfig(slots=2, on_reader_death=on_reader_death, stall_warning_s=1e-6)
+    doomed: list[processes.Child] = []
+    with (
+        MessageQueue(2, config=config, on_warning=lambda text: doomed[0].kill()) as writer,
+        MessageQueue.create_from_handle(writer.export_handle(), 0) as survivor,
+        processes.Child(attach_and_stay, writer.export_handle(), there) as child,
+    ):
+        doomed.append(child)
+        writer.enqueue("attached?")
+        assert here.poll(20)
+        survivor.dequeue(timeout=20)
+        for _ in range(2):
+            writer.enqueue(None)
+            survivor.dequeue(timeout=20)
+        if on_reader_death == "raise":
+            with pytest.raises(PeerDied, match="reader 1"):
+                writer.enqueue(None, timeout=20)
+        else:
+            writer.enqueue(None, timeout=20)
+        assert who_is_charged(writer.statistics()) == ([1], [1], False)

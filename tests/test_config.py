@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from arena import QueueConfig
+from arena import MessageQueue, QueueConfig
 from arena.config import check_readers, check_timeout
-from arena.errors import InvalidArgument
+from arena.errors import InvalidArgument, QueueTimeout
 from arena.layout import MAX_READERS
 
 NUMBERS = {
@@ -83,6 +83,14 @@ def test_a_stall_may_take_any_time_above_zero(value):
     assert QueueConfig(stall_warning_s=value).stall_warning_s == value
 
 
+def test_a_stall_that_is_never_reported_is_a_setting_like_any_other(run_dir):
+    with MessageQueue(1, config=QueueConfig(stall_warning_s=math.inf, slots=2)) as writer:
+        writer.enqueue(None)
+        writer.enqueue(None)
+        with pytest.raises(QueueTimeout):
+            writer.enqueue(None, timeout=0.001)
+
+
 @pytest.mark.parametrize("value", ["read-only", "", None, 1, "READONLY", ["readonly"]], ids=repr)
 def test_views_are_one_of_three(value):
     assert "'readonly' or 'shared' or 'private'" in refused(views=value).expected
@@ -121,7 +129,8 @@ def test_a_configuration_can_neither_change_nor_lose_anything_on_its_way():
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch):
     for field in dataclasses.fields(QueueConfig):
-        monkeypatch.delenv(f"ARENA_{field.name.upper()}", raising=False)
+        if field.name != "run_dir":
+            monkeypatch.delenv(f"ARENA_{field.name.upper()}", raising=False)
 
 
 def test_without_variables_the_environment_changes_nothing():

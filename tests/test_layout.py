@@ -1,5 +1,6 @@
 """Every shared byte has one owner, one place and one alignment."""
 
+import itertools
 import struct
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from arena import layout
 from arena.layout import Geometry, round_up, slot_of
+from arena.probe.page import PAGE_MAGIC
 
 GEOMETRIES = st.builds(
     Geometry,
@@ -64,15 +66,18 @@ def test_the_smallest_slot_carries_a_fragment_and_a_hold():
     assert smallest >= layout.HOLD_BYTES
 
 
-def test_kinds_and_flags_share_a_byte_without_touching():
-    assert len(set(layout.KINDS)) == len(layout.KINDS)
-    assert all(0 < kind <= layout.KIND_MASK for kind in layout.KINDS)
-    assert layout.FLAG_TRACED & layout.KIND_MASK == 0
-    assert layout.FLAG_TRACED | layout.KIND_MASK < 1 << layout.TAG_SHIFT
+def test_no_sequence_reaches_from_one_kind_of_frame_to_the_next():
+    # A frame a microsecond for a thousand years is 2**55 frames.
+    assert all(later - kind > 1 << 55 for kind, later in itertools.pairwise(layout.KINDS))
+    assert layout.KINDS[-1] + (1 << 55) < layout.FLAG_TRACED
+
+
+def test_small_numbers_are_no_tags():
+    assert min(layout.KINDS) > 1 << 55
 
 
 def test_magic_words_are_told_apart():
-    magics = [layout.RING_MAGIC, layout.CONTROL_MAGIC, layout.FRAME_MAGIC]
+    magics = [layout.RING_MAGIC, layout.CONTROL_MAGIC, PAGE_MAGIC]
     assert len(set(magics)) == 3
     assert all(0 < magic < 1 << 64 for magic in magics)
 

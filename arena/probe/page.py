@@ -10,7 +10,7 @@ Layout, in 64-bit words::
     32     live words (L_*)          one store each, at once
     64     values                    counters, gauges, histograms; copied from a private list at most every
                                      50 ms, before each sleep, and with every charged wait
-    ...    publish time of each slot (writer) · block table (writer) · event ring · metadata (JSON)
+    ...    publish marks (writer) · block table (writer) · event ring · metadata (JSON)
 
 The hot path adds to the private list, which costs a third of adding to shared memory; so after a SIGKILL
 mid-burst up to 50 ms of histogram counts are missing. Live words are never late.
@@ -48,8 +48,8 @@ H_WALL_NS: Final = 8  # wall clock and CLOCK_MONOTONIC, read together at the sta
 H_MONOTONIC_NS: Final = 9
 H_VALUES: Final = 10  # word offsets and counts of the parts
 H_VALUES_COUNT: Final = 11
-H_SLOT_TIMES: Final = 12
-H_SLOTS: Final = 13
+H_MARKS: Final = 12
+H_MARKS_COUNT: Final = 13
 H_BLOCKS: Final = 14
 H_BLOCKS_COUNT: Final = 15
 H_EVENTS: Final = 16
@@ -72,6 +72,8 @@ L_BLOCK_SEAL: Final = LIVE + 13  # sequence lock of the block table: odd while i
 L_VALUES_NS: Final = LIVE + 14  # when the values were last copied out
 
 VALUES: Final = 64
+
+MARK_WORDS: Final = 2  # sequence + 1 (0: no mark), time of publishing
 
 BLOCK_WORDS: Final = 4  # segment + 1 (0: free entry), offset, bytes, holders (bit mask of ranks, 63: the writer)
 BLOCK_ENTRIES: Final = 256
@@ -171,6 +173,9 @@ class Probe:
         "_events",
         "_index",
         "_mapping",
+        "_marked",
+        "_marks",
+        "_marks_count",
         "_ordered",
         "_values_out",
         "events_dropped",
@@ -178,7 +183,6 @@ class Probe:
         "next_event_ns",
         "next_flush_ns",
         "path",
-        "slot_times",
         "values",
         "view",
         "words",
@@ -188,8 +192,8 @@ class Probe:
         series, count = lay_out(role, n_reader)
         metadata = json.dumps({**about, "series": [_described(one) for one in series]}).encode()
         writer = role is Role.WRITER
-        slot_times = VALUES + count
-        blocks = slot_times + (slots if writer else 0)
+        marks = VALUES + count
+        blocks = marks + slots * MARK_WORDS
         events = round_up(blocks + (BLOCK_ENTRIES * BLOCK_WORDS if writer else 0), EVENT_WORDS)
         metadata_word = events + EVENT_ENTRIES * EVENT_WORDS
         nbytes = round_up(metadata_word * WORD + len(metadata), PAGE)
@@ -202,7 +206,9 @@ class Probe:
         self.values = [0] * count
         self._index = {(one.metric.name, *one.labels.values()): one.word for one in series}
         self._values_out = self.words[VALUES : VALUES + count]
-        self.slot_times = self.words[slot_times : slot_times + slots]  # empty at a reader, which has 0 slots
+        self._marks = marks
+        self._marks_count = slots  # 0 at a reader
+        self._marked = 0
         self._event_base = events * WORD
         self._events = 0
         self.message_events = 0
@@ -225,8 +231,8 @@ class Probe:
             H_MONOTONIC_NS: time.monotonic_ns(),
             H_VALUES: VALUES,
             H_VALUES_COUNT: count,
-            H_SLOT_TIMES: slot_times if writer else 0,
-            H_SLOTS: slots,
+            H_MARKS: marks if writer else 0,
+            H_MARKS_COUNT: slots,
             H_BLOCKS: blocks if writer else 0,
             H_BLOCKS_COUNT: BLOCK_ENTRIES if writer else 0,
             H_EVENTS: events,
@@ -278,6 +284,15 @@ class Probe:
         self.view[start : start + 64] = _EVENT.pack(kind, sequence, now_ns, a & MASK, b & MASK, *trace)
         self._events += 1
         self._ordered[L_EVENTS] = self._events
+
+    def mark(self, sequence: int, now_ns: int) -> None:
+        """Remember when a frame was published: how late a reader is, in seconds, is read off the marks."""
+        at = self._marks + (self._marked % self._marks_count) * MARK_WORDS
+        self._marked += 1
+        words = self._ordered
+        words[at] = 0  # whoever reads between these stores skips the pair
+        words[at + 1] = now_ns
+        words[at] = sequence + 1
 
     # ── letting others see ───────────────────────────────────────────────────────────────────────
     def flush(self, now_ns: int) -> None:

@@ -127,10 +127,21 @@ class ProbeReader:
         """Every series of the page."""
         return [self._sample(one) for one in self._series]
 
-    def slot_time(self, sequence: int) -> int:
-        """When `sequence` was published, if the writer has not reused its slot; else when that slot was."""
-        slots, base = self._words[page.H_SLOTS], self._words[page.H_SLOT_TIMES]
-        return self._words[base + sequence % slots] if slots and base else 0
+    def publish_time(self, sequence: int) -> int:
+        """When `sequence` was published, by the writer's marks: 0 without any.
+
+        While messages are few each has its mark. In a burst one in 16 has, and the last one before `sequence` is
+        taken; of a sequence older than all marks only this is known, that it is older.
+        """
+        base, count = self._words[page.H_MARKS], self._words[page.H_MARKS_COUNT]
+        raw = self._words[base : base + count * page.MARK_WORDS].tolist()
+        memory.fence()
+        again = self._words[base : base + count * page.MARK_WORDS].tolist()
+        starts = range(0, len(raw), page.MARK_WORDS)
+        # A mark that was rewritten between its sequence and its time has another sequence by now.
+        marks = sorted((raw[at] - 1, raw[at + 1]) for at in starts if raw[at] and raw[at] == again[at])
+        before = [time_ns for marked, time_ns in marks if marked <= sequence]
+        return before[-1] if before else marks[0][1] if marks else 0
 
     def events(self) -> list[EventRecord]:
         """The flight recorder, oldest first, without records that were overwritten while being read."""
@@ -178,7 +189,7 @@ class ProbeReader:
             )
         parts = (
             (page.H_VALUES, words[page.H_VALUES_COUNT]),
-            (page.H_SLOT_TIMES, words[page.H_SLOTS]),
+            (page.H_MARKS, words[page.H_MARKS_COUNT] * page.MARK_WORDS),
             (page.H_BLOCKS, words[page.H_BLOCKS_COUNT] * page.BLOCK_WORDS),
             (page.H_EVENTS, words[page.H_EVENTS_COUNT] * page.EVENT_WORDS),
         )
@@ -202,10 +213,11 @@ class ProbeReader:
             for one in self.about["series"]:
                 length = HISTOGRAM_WORDS if Kind(one["kind"]) is Kind.HISTOGRAM else 1
                 inside = 0 <= one["word"] <= self._words[page.H_VALUES_COUNT] - length
-                fields = (("word", int), ("labels", dict), ("name", str), ("unit", str), ("scale", float))
+                fields = (("word", int), ("labels", dict), ("name", str), ("unit", str), ("scale", (int, float)))
                 if not inside or not all(isinstance(one[name], kind) for name, kind in fields):
                     raise ValueError(one)
-        except (KeyError, TypeError, ValueError) as error:
+                float(one["scale"])
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise BadPage(f"{self.path} has damaged metadata", found=repr(error)) from error
         series: list[dict[str, Any]] = self.about["series"]
         return series
@@ -213,7 +225,7 @@ class ProbeReader:
     def _sample(self, one: dict[str, Any]) -> Sample:
         start = self._words[page.H_VALUES] + one["word"]
         kind = Kind(one["kind"])
-        common = (one["name"], kind, one["unit"], one["scale"], one["labels"])
+        common = (one["name"], kind, one["unit"], float(one["scale"]), one["labels"])
         if kind is Kind.HISTOGRAM:
             words = self._words[start : start + HISTOGRAM_WORDS].tolist()
             return Sample(*common, buckets=tuple(words[:BUCKETS]), total=words[BUCKETS])
