@@ -125,6 +125,8 @@ class Reader(MessageQueue):
         self._message = MessageState.NONE
         self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
         self._state = move(self._state, "attach")
+        if self._probe is not None:
+            self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
         self._admitted = self._take_place()
         self._attention = not self._admitted
 

@@ -118,6 +118,8 @@ class Writer(MessageQueue):
             self._log = WriterLog(self._probe, self._waiter, self._roster, self._pool, geometry.slots)
             self._claim.log = self._log
         self._state = move(self._state, "attach")
+        if self._probe is not None:
+            self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
 
     # ── setting up ───────────────────────────────────────────────────────────────────────────────
     def _make_probe(self, geometry: Geometry) -> Probe:
@@ -235,12 +237,11 @@ class Writer(MessageQueue):
                 if log is not None:
                     log.page[L_SEQUENCE] = sequence + 1
                     log.inline_bytes += nbytes
-                    if began_ns:
-                        log.small(sequence, nbytes, began_ns, now_ns)
                 if now_ns >= self._next_look_ns:
                     self._look_due = True
             else:
                 self._send(message, deadline_ns)
+                began_ns = nbytes = now_ns = 0
         except BaseException as error:
             self._leave(error)
             raise
@@ -254,15 +255,33 @@ class Writer(MessageQueue):
             if words[READER_PARKED]:
                 self._futex.wake()
                 break
+        # From here on the readers have it, and are awake.
+        if began_ns:
+            self._look_at(sequence, nbytes, began_ns, now_ns)
         if self._look_due:
             self._look_around()
+
+    def _look_at(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
+        """Observe one small message closely."""
+        with self._lock:
+            if self._log is not None and self._state is Endpoint.WORKING:
+                self._log.small(sequence, nbytes, began_ns, now_ns)
 
     def _look_around(self) -> None:
         """Now and then, with the message on its way: do all readers live? The next call sees to it if not."""
         self._look_due = False
         self._next_look_ns = _monotonic_ns() + _LOOK_NS
-        if self._roster.reap():
-            self._attention = True
+        if not self._acquire(False):
+            return  # another thread is in a call, and will look
+        self._busy = True  # a signal handler's call must not meet the roster's lock
+        try:
+            if self._roster.reap():
+                self._attention = True
+        finally:
+            self._busy = False
+            if self._closing:
+                self._finish()
+            self._release()
 
     def _prepare(self, timeout: float | None) -> int | None:
         """See to what came up since the last message; returns the deadline."""

@@ -129,8 +129,7 @@ def test_a_configuration_can_neither_change_nor_lose_anything_on_its_way():
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch):
     for field in dataclasses.fields(QueueConfig):
-        if field.name != "run_dir":
-            monkeypatch.delenv(f"ARENA_{field.name.upper()}", raising=False)
+        monkeypatch.delenv(f"ARENA_{field.name.upper()}", raising=False)
 
 
 def test_without_variables_the_environment_changes_nothing():

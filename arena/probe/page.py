@@ -304,8 +304,9 @@ class Probe:
     def waiting(self, state: int, now_ns: int, sequence: int, pending: int, wait_on: int) -> None:
         """Say that a wait has begun, or for whom it goes on."""
         words = self.words
-        for index in range(4):
-            words[L_PENDING + index] = (pending >> (64 * index)) & MASK
+        if wait_on:
+            for index in range(4):
+                words[L_PENDING + index] = (pending >> (64 * index)) & MASK
         words[L_WAIT_SEQUENCE] = sequence
         words[L_WAIT_ON] = wait_on
         if not words[L_WAIT_SINCE_NS]:
@@ -317,9 +318,10 @@ class Probe:
         """Say that the wait is over."""
         words = self.words
         words[L_WAIT_SINCE_NS] = 0
-        words[L_WAIT_ON] = 0
-        for index in range(4):
-            words[L_PENDING + index] = 0
+        if words[L_WAIT_ON]:
+            words[L_WAIT_ON] = 0
+            for index in range(4):
+                words[L_PENDING + index] = 0
         words[L_STATE] = state
         words[L_PROGRESS_NS] = now_ns
 
