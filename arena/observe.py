@@ -36,11 +36,25 @@ _monotonic_ns = time.monotonic_ns
 class _Log:
     """What both ends record."""
 
-    __slots__ = ("_errors", "_missed", "_parks", "_spin", "_waiter", "_window_from", "page", "probe", "sample")
+    __slots__ = (
+        "_errors",
+        "_many_phase",
+        "_missed",
+        "_parks",
+        "_spin",
+        "_waiter",
+        "_window_from",
+        "page",
+        "phase",
+        "probe",
+        "sample",
+    )
 
-    def __init__(self, probe: Probe, waiter: Waiter) -> None:
+    def __init__(self, probe: Probe, waiter: Waiter, *, many_phase: int) -> None:
         self.probe = probe
-        self.sample = 0  # bits of a sequence that must be 0 for its message to be looked at
+        self.sample = 0  # a message is looked at if these bits of its sequence are `phase`
+        self.phase = 0
+        self._many_phase = many_phase
         self.page = probe.words
         self._waiter = waiter
         self._window_from = 0
@@ -74,8 +88,11 @@ class _Log:
 
     def _begin_window(self, sequence: int) -> None:
         """Look at every small message while they are few, at one in 16 while there are many."""
-        self.sample = SAMPLE if sequence - self._window_from > MANY_MESSAGES else 0
+        self._look_at(many=sequence - self._window_from > MANY_MESSAGES)
         self._window_from = sequence
+
+    def _look_at(self, *, many: bool) -> None:
+        self.sample, self.phase = (SAMPLE, self._many_phase) if many else (0, 0)
 
     def _copy_out(self, sequence: int, now_ns: int) -> None:
         waiter, probe = self._waiter, self.probe
@@ -113,7 +130,7 @@ class WriterLog(_Log):
     )
 
     def __init__(self, probe: Probe, waiter: Waiter, roster: Roster, pool: BlockPool, slots: int) -> None:
-        super().__init__(probe, waiter)
+        super().__init__(probe, waiter, many_phase=0)
         self._roster = roster
         self._pool = pool
         self._slots = slots
@@ -148,7 +165,7 @@ class WriterLog(_Log):
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.PUBLISH, sequence, now_ns, now_ns - began_ns, nbytes)
         if sequence - self._window_from > MANY_MESSAGES:
-            self.sample = SAMPLE  # many, and at once: a burst must not be over before it is noticed
+            self._look_at(many=True)  # at once: a burst must not be over before it is noticed
         if now_ns >= probe.next_flush_ns:
             self._begin_window(sequence)
             self.flush(now_ns)
@@ -259,7 +276,8 @@ class ReaderLog(_Log):
     __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved")
 
     def __init__(self, probe: Probe, waiter: Waiter) -> None:
-        super().__init__(probe, waiter)
+        # Half a period from the writer: no message should pay for both looks.
+        super().__init__(probe, waiter, many_phase=(SAMPLE + 1) // 2)
         word = probe.word
         self._delay = word("queue_delay_seconds")
         self._hold = word("reader_hold_seconds")
@@ -279,7 +297,7 @@ class ReaderLog(_Log):
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
         if sequence - self._window_from > MANY_MESSAGES:
-            self.sample = SAMPLE  # many, and at once: a burst must not be over before it is noticed
+            self._look_at(many=True)  # at once: a burst must not be over before it is noticed
         if now_ns >= probe.next_flush_ns:
             self._begin_window(sequence)
             self.flush(now_ns)

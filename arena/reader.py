@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from arena import layout, memory
+from arena.assembly import Assembly
 from arena.borrow import Borrower
 from arena.codec import HoldWords, decode, read_table
 from arena.config import check_timeout
@@ -35,10 +36,8 @@ from arena.probe.directory import reader_page, remove_dead_pages, remove_if_empt
 from arena.probe.page import L_SEQUENCE
 from arena.ring import ReaderRing
 from arena.state import Endpoint, move
-from arena.state import Message as MessageState
 from arena.wait import Waiter, deadline_after
 
-_FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
 _HOLD: Final = struct.Struct(layout.HOLD)
 _TABLE_SLACK_BYTES: Final = 1 << 30  # what tables, specs and padding may add to a message's own bytes
 _monotonic_ns = time.monotonic_ns
@@ -50,6 +49,7 @@ class Reader(MessageQueue):
 
     __slots__ = (
         "_admitted",
+        "_assembly",
         "_attachment",
         "_borrower",
         "_consumed",
@@ -58,10 +58,7 @@ class Reader(MessageQueue):
         "_handle",
         "_heads",
         "_log",
-        "_message",
         "_parked",
-        "_partial",
-        "_partial_bytes",
         "_payloads",
         "_published",
         "_published_futex",
@@ -87,24 +84,10 @@ class Reader(MessageQueue):
         self._directory = Path(handle.directory)
         geometry = handle.geometry
         control = self._make_control()
-        try:
-            self._attachment = Attachment(handle, rank, control, timeout_s=check_timeout(timeout))
-        except BaseException:
-            self._ring_closed_word(control)  # should the writer come to the request yet, nobody is here any more
-            raise
-        finally:
-            control.close()
-        try:
-            ring = self._map_ring()
-            self._ring = ReaderRing(ring, control.mapping, geometry)
-            self._ranks = ring.words(layout.RANKS_OFFSET, layout.MAX_READERS)
-            self._published_futex = ring.futex(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD)
-            if handle.probes:
-                self._probe = self._make_probe()
-        except BaseException:
-            self._ring_closed_word(control)
-            self._attachment.close()
-            raise
+        ring = self._attach(control, check_timeout(timeout))
+        self._ring = ReaderRing(ring, control.mapping, geometry)
+        self._ranks = ring.words(layout.RANKS_OFFSET, layout.MAX_READERS)
+        self._published_futex = ring.futex(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD)
         self._consumed = self._ring.consumed
         self._published = self._ring.published
         self._payloads = self._ring.payloads
@@ -120,9 +103,7 @@ class Reader(MessageQueue):
         self._spin = self._waiter.spin
         self._writer_words = self._ring.writer
         self._wanted = 0
-        self._partial: bytearray | None = None
-        self._partial_bytes = 0
-        self._message = MessageState.NONE
+        self._assembly = Assembly(handle.max_message_bytes + _TABLE_SLACK_BYTES)
         self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
         self._state = move(self._state, "attach")
         if self._probe is not None:
@@ -131,6 +112,25 @@ class Reader(MessageQueue):
         self._attention = not self._admitted
 
     # ── setting up ───────────────────────────────────────────────────────────────────────────────
+    def _attach(self, control: Segment, timeout_s: float | None) -> memory.Mapping:
+        """Hand our control segment over, and get the ring. If it comes to nothing, the writer is told so."""
+        try:
+            self._attachment = Attachment(self._handle, self.rank, control, timeout_s=timeout_s)
+            try:
+                ring = self._map_ring()
+                if self._handle.probes:
+                    self._probe = self._make_probe()
+                return ring
+            except BaseException:
+                self._attachment.close()
+                raise
+        except BaseException:
+            words = control.mapping.words(layout.LIVE_OFFSET, layout.READER_WORDS)
+            words[layout.READER_CLOSED] = 1  # the writer may come to the request yet, and nobody is here any more
+            raise
+        finally:
+            control.close()
+
     def _make_control(self) -> Segment:
         geometry = self._handle.geometry
         segment = Segment.create(f"{self.name}:{self.rank}", geometry.control_bytes)
@@ -169,10 +169,6 @@ class Reader(MessageQueue):
         path = reader_page(self._directory, self.rank, os.getpid(), secrets.token_hex(3))
         return Probe(path, Role.READER, rank=self.rank, n_reader=self._handle.n_reader, slots=0, about=about)
 
-    def _ring_closed_word(self, control: Segment) -> None:
-        words = control.mapping.words(layout.LIVE_OFFSET, layout.READER_WORDS)
-        words[layout.READER_CLOSED] = 1
-
     def _take_place(self) -> bool:
         """Start at the first sequence that this incarnation takes part in, once the writer has said which."""
         first = self._ranks[self.rank]
@@ -204,7 +200,7 @@ class Reader(MessageQueue):
                 head = self._heads[slot]
                 log = self._log
                 # HEAD_SENT_NS, read before the release lets the writer overwrite it; 0 for a message not looked at
-                sent_ns = 0 if log is None or sequence & log.sample else head[1]
+                sent_ns = 0 if log is None or sequence & log.sample != log.phase else head[1]
                 if head[0] - sequence == KIND_INLINE:  # HEAD_TAG
                     try:
                         obj = _loads(self._payloads[slot])
@@ -310,7 +306,7 @@ class Reader(MessageQueue):
     def _raise_unless_published(self, error: ArenaError) -> None:
         """What was published before the end is still taken: look once more, now that no more can come."""
         if self._published[0] <= self._wanted:
-            self._drop_partial()
+            self._assembly.drop()
             raise error
 
     def _timed_out(self, sequence: int) -> QueueTimeout:
@@ -336,7 +332,7 @@ class Reader(MessageQueue):
         else:
             payload = self._ring.payload(sequence)
         if kind == layout.KIND_FRAGMENT:
-            self._check_fragment(sequence, payload)
+            return self._take_fragment(sequence, payload)
         complete, obj = True, None
         try:
             if kind == layout.KIND_INLINE:
@@ -345,20 +341,24 @@ class Reader(MessageQueue):
                 obj = self._decode_payload(payload)
             elif kind == layout.KIND_BLOCK:
                 obj = self._decode_block(payload)
-            elif kind == layout.KIND_FRAGMENT:
-                self._gather(payload)
-                complete = False
             else:
-                self._drop_partial()
+                self._assembly.drop()
                 complete = False
         finally:
             now_ns = _monotonic_ns()
             self._ring.release(sequence, now_ns)
-        if self._partial is not None and self._partial_bytes == len(self._partial):
-            whole, self._partial = self._partial, None
-            self._message = move(self._message, "complete")
-            return True, self._decode_payload(memoryview(whole)), now_ns
         return complete, obj, now_ns
+
+    def _take_fragment(self, sequence: int, payload: memoryview) -> tuple[bool, Any, int]:
+        began_ns = _monotonic_ns()
+        nbytes = self._assembly.add(sequence, payload)
+        now_ns = _monotonic_ns()
+        self._ring.release(sequence, now_ns)
+        if self._log is not None:
+            self._log.copied(nbytes, now_ns - began_ns)
+        if not self._assembly.complete:
+            return False, None, now_ns
+        return True, self._decode_payload(self._assembly.take()), now_ns
 
     def _decode_block(self, payload: memoryview) -> Any:
         hold: HoldWords = _HOLD.unpack_from(payload.tobytes().ljust(_HOLD.size, b"\0"))
@@ -405,43 +405,6 @@ class Reader(MessageQueue):
             found=f"{type(error).__name__}: {error}",
             remedy="the message is consumed; make its types importable here",
         )
-
-    def _check_fragment(self, sequence: int, payload: memoryview) -> None:
-        """A fragment continues the message so far, or begins one of a size that the queue allows."""
-        if payload.nbytes > layout.FRAGMENT_HEADER_BYTES:
-            total, at, _ = _FRAGMENT.unpack_from(payload)
-            end = at + payload.nbytes - layout.FRAGMENT_HEADER_BYTES
-            expected_total = total if self._partial is None else len(self._partial)
-            expected_at = 0 if self._partial is None else self._partial_bytes
-            if total == expected_total and at == expected_at and end <= total <= self._largest_payload():
-                return
-        raise CorruptFrame(
-            f"frame {sequence} is a fragment of another message",
-            expected=f"the piece at {self._partial_bytes if self._partial is not None else 0}",
-            remedy="something else wrote into the ring; shut the queue down and start both ends anew",
-        )
-
-    def _largest_payload(self) -> int:
-        return self._handle.max_message_bytes + _TABLE_SLACK_BYTES
-
-    def _gather(self, payload: memoryview) -> None:
-        total, at, _ = _FRAGMENT.unpack_from(payload)
-        body = payload[layout.FRAGMENT_HEADER_BYTES :]
-        if self._partial is None:
-            self._partial = bytearray(total)
-            self._partial_bytes = 0
-        began_ns = _monotonic_ns()
-        self._partial[at : at + body.nbytes] = body
-        self._partial_bytes = at + body.nbytes
-        self._message = move(self._message, "fragment")
-        if self._log is not None:
-            self._log.copied(body.nbytes, _monotonic_ns() - began_ns)
-
-    def _drop_partial(self) -> None:
-        self._partial = None
-        self._partial_bytes = 0
-        if self._message is MessageState.PARTIAL:
-            self._message = move(self._message, "abort")
 
     def _hand_trace(self) -> None:
         """Give telemetry the context that came with the message, read before its slot was released."""
@@ -501,7 +464,7 @@ class Reader(MessageQueue):
         self._published_futex.wake()
 
     def _release_everything(self) -> None:
-        self._drop_partial()
+        self._assembly.drop()
         self._ring.control[layout.READER_CLOSED] = 1
         self._consumed_futex.wake()
         self._attachment.close()

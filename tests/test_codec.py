@@ -3,10 +3,10 @@
 import collections
 import contextlib
 import dataclasses
-import io
 import pickle
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from arena import MessageQueue, QueueConfig, layout
 from arena.codec import IN_BAND_BYTES, Encoder, Message, build_payload, decode, read_table
-from arena.errors import ArenaError, CorruptFrame, EncodeFailed
+from arena.errors import CorruptFrame, EncodeFailed
 from arena.writer import Writer
 
 PATHS = ["inline", "block", "fragments"]
@@ -457,6 +457,7 @@ VIEWS_OF_ONE = {
     "disjoint": lambda base: [base[0:2], base[8:]],
     "whole_and_part": lambda base: [base, base[5], base.view(-1)[7:9]],
     "of_two_dtypes": lambda base: [base, base.view(torch.int32)[2:], base.view(torch.uint8)],
+    "of_two_alignments": lambda base: [base.view(-1).view(torch.uint8)[3:50], base.view(-1)[2:9]],
     "transposed": lambda base: [base.t(), base],
     "two_parameters": lambda base: [torch.nn.Parameter(base), torch.nn.Parameter(base)],
     "with_a_sparse_one": lambda base: [base[:, 0], base[1:3], base[::5]],
@@ -734,15 +735,11 @@ class Stubborn:
         lambda: memoryview(b"x"),
         lambda: pickle.PickleBuffer(np.arange(3000)[::2]),
         lambda: Stubborn(ZeroDivisionError("no")),
-        lambda: io.StringIO,
         lambda: (number for number in range(3)),
     ],
-    ids=["lambda", "lock", "memoryview", "strided_buffer", "raises", "class", "generator"],
+    ids=["lambda", "lock", "memoryview", "strided_buffer", "raises", "generator"],
 )
 def test_an_object_that_can_not_be_pickled_leaves_no_trace(rig, bad):
-    if bad() is io.StringIO:
-        assert rig.round_trip(io.StringIO) == [io.StringIO] * 2  # a class goes by name
-        return
     before = rig.writer.statistics()
     with pytest.raises(EncodeFailed) as caught:
         rig.writer.enqueue([torch.arange(1000), torch.eye(3).to_sparse(), b"x" * 5000, bad(), torch.arange(1000)])
@@ -784,8 +781,6 @@ def test_an_encoder_does_not_keep_a_large_messages_memory():
 def test_an_encoder_keeps_nothing_of_what_it_encoded():
     encoder = Encoder()
     sent = [noise(100_000), np.arange(50_000)]
-    import weakref
-
     alive = [weakref.ref(one) for one in sent]
     encoder.encode(sent)
     del sent
@@ -830,7 +825,6 @@ def test_a_payload_that_was_cut_short_is_corrupt_or_fails_to_unpickle(nbytes):
 @settings(max_examples=300)
 def test_a_table_never_leads_outside_its_payload(word, value):
     damaged = bytearray(GOOD)
-    memoryview(damaged[: len(damaged) // 8 * 8]).cast("Q")
     damaged[word * 8 : word * 8 + 8] = value.to_bytes(8, "little")
     try:
         table = read_table(memoryview(damaged))
@@ -853,7 +847,3 @@ def test_a_dtype_that_does_not_exist_is_corrupt(name):
     damaged = head + specs + bytes(64) + good[entries + specs_bytes :]
     with pytest.raises(CorruptFrame):
         decode(read_table(memoryview(damaged)), nothing_to_borrow, "readonly")
-
-
-def test_arena_errors_are_what_a_damaged_payload_ends_in():
-    assert issubclass(CorruptFrame, ArenaError)

@@ -5,6 +5,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from arena import state
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -49,3 +53,15 @@ def test_ci_refuses_a_readme_whose_command_it_cannot_tell(tmp_path):
 
 def test_ci_is_executable():
     assert os.access(ROOT / ".ci/run", os.X_OK)
+
+
+@pytest.mark.parametrize("machine", [state.Endpoint, state.Peer, state.Block, state.Message])
+def test_the_state_diagrams_are_those_of_the_table_that_the_code_moves_by(machine):
+    assert f"### {machine.__name__}\n\n```mermaid\n{state.diagram(machine)}\n```" in README
+
+
+def test_the_table_of_rooms_names_every_module():
+    rooms = README[README.index("| file | room |") : README.index("## API")]
+    modules = {path.name for path in (ROOT / "arena").glob("*.py")} - {"__init__.py"}
+    packages = {f"{path.parent.name}/" for path in (ROOT / "arena").glob("*/__init__.py")}
+    assert {name for name in modules | packages if f"{name}`" not in rooms} == set()
