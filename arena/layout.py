@@ -76,14 +76,13 @@ HEAD_TRACE: Final = 3  # three opaque words of trace context, meaningful if FLAG
 HEAD_WORDS: Final = 8
 PAYLOAD_OFFSET: Final = HEAD_WORDS * WORD
 
-# Kinds lie so far apart that no sequence reaches from one to the next; the stamp keeps small numbers, such as
-# stray bytes often are, from looking like one. All of it stays below 2**60, where Python's arithmetic is quick.
-_STAMP: Final = 0x2B992D << 32
-KIND_INLINE: Final = 1 << 56 | _STAMP  # the payload is one pickle
-KIND_TABLE: Final = 2 << 56 | _STAMP  # the payload is a buffer table, small buffers and a pickle
-KIND_BLOCK: Final = 3 << 56 | _STAMP  # the payload is one hold; the block holds what a TABLE payload would
-KIND_FRAGMENT: Final = 4 << 56 | _STAMP  # a piece of a TABLE payload: total, offset, first sequence, bytes
-KIND_ABORT: Final = 5 << 56 | _STAMP  # discard the pieces so far: the message will not be completed
+# Kinds lie so far apart that no sequence reaches from one to the next, and differ in at least eleven bits, so that a
+# damaged tag is no other kind's. All of it stays below 2**59, where Python's arithmetic is quick.
+KIND_INLINE: Final = 0x2B992DF << 32  # the payload is one pickle
+KIND_TABLE: Final = 0x54C66D3 << 32  # the payload is a buffer table, small buffers and a pickle
+KIND_BLOCK: Final = 0x71E19AC << 32  # the payload is one hold; the block holds what a TABLE payload would
+KIND_FRAGMENT: Final = 0x0E5E64A << 32  # a piece of a TABLE payload: total, offset, first sequence, bytes
+KIND_ABORT: Final = 0x396BA35 << 32  # discard the pieces so far: the message will not be completed
 KINDS: Final = (KIND_INLINE, KIND_TABLE, KIND_BLOCK, KIND_FRAGMENT, KIND_ABORT)
 FLAG_TRACED: Final = 1 << 63
 
