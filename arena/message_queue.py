@@ -323,10 +323,11 @@ class MessageQueue:
             error.fresh = False  # the outer call still runs; should this come by again, it ends by it
         else:
             self._busy = False
-            if isinstance(error, ArenaError):
-                self._count_error(error)
-            if self._closing:
-                self._finish()
+            if self._state is not Endpoint.FORKED:  # where the memory to count in is not mapped
+                if isinstance(error, ArenaError):
+                    self._count_error(error)
+                if self._closing:
+                    self._finish()
         self._release()
 
     def _count_error(self, error: ArenaError) -> None:

@@ -273,11 +273,12 @@ class WriterLog(_Log):
 class ReaderLog(_Log):
     """What a reader records."""
 
-    __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved")
+    __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved", "pending")
 
     def __init__(self, probe: Probe, waiter: Waiter) -> None:
         # Half a period from the writer: no message should pay for both looks.
         super().__init__(probe, waiter, many_phase=(SAMPLE + 1) // 2)
+        self.pending: tuple[int, int, int, int] | None = None
         word = probe.word
         self._delay = word("queue_delay_seconds")
         self._hold = word("reader_hold_seconds")
@@ -287,11 +288,26 @@ class ReaderLog(_Log):
         self._load = word("serialize_seconds", "load")
 
     def frame(self, sequence: int, sent_ns: int, received_ns: int, now_ns: int) -> None:
-        """Look at one frame that was taken. `now_ns` equals `received_ns` where nobody looked at a second clock."""
-        probe = self.probe
+        """A frame was taken that is to be looked at; that is done when the reader next has time, see `settle`.
+
+        `now_ns` equals `received_ns` where nobody looked at a second clock.
+        """
+        if self.pending is not None:
+            self.settle()
+        if now_ns == received_ns:
+            now_ns = _monotonic_ns()
         self.page[L_SEQUENCE_NS] = now_ns
+        self.pending = (sequence, sent_ns, received_ns, now_ns)
+
+    def settle(self) -> None:
+        """Look at the frame that was set aside: the caller is back for more, so its message is with its user."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        sequence, sent_ns, received_ns, now_ns = pending
+        probe = self.probe
         delay_ns = max(0, received_ns - sent_ns)  # two time namespaces could make it negative
-        hold_ns = (now_ns if now_ns != received_ns else _monotonic_ns()) - received_ns
+        hold_ns = now_ns - received_ns
         probe.observe(self._delay, delay_ns)
         probe.observe(self._hold, hold_ns)
         if now_ns >= probe.next_event_ns:
@@ -315,6 +331,11 @@ class ReaderLog(_Log):
         """The reader waits for `wanted` to be published."""
         self.probe.waiting(Endpoint.WAITING, now_ns, wanted, 0, 0)
         self.flush(now_ns)
+
+    def close(self, sequence: int) -> None:
+        """The last words; the page goes."""
+        self.settle()
+        super().close(sequence)
 
     def flush(self, now_ns: int) -> None:
         """Copy everything out."""

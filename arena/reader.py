@@ -139,6 +139,7 @@ class Reader(MessageQueue):
         words[layout.IDENTITY_PID] = os.getpid()
         words[layout.IDENTITY_RANK] = self.rank & ((1 << 64) - 1)
         words[layout.IDENTITY_SLOTS] = geometry.slots
+        words[layout.IDENTITY_SLOT_BYTES] = geometry.slot_bytes
         words[layout.IDENTITY_HOLDS] = geometry.max_holds
         words[layout.IDENTITY_MAGIC] = layout.CONTROL_MAGIC
         return segment
@@ -161,6 +162,7 @@ class Reader(MessageQueue):
                 found=str(found),
                 remedy="run the same Arena version in every process of the engine",
             )
+        segment.mapping.populate(0, geometry.ring_bytes)
         return segment.mapping
 
     def _make_probe(self) -> Probe:
@@ -186,19 +188,22 @@ class Reader(MessageQueue):
             if self._attention or self._busy or timeout is not None:
                 deadline_ns = self._prepare(timeout)
             self._busy = True
+            log = self._log
             obj, complete = None, False
             while not complete:
                 sequence = self._consumed[0]
                 # SYNC POINT frame-visible (observe): the slot's bytes came before this store
                 if self._published[0] > sequence:
                     received_ns = _monotonic_ns()
-                elif self._spin(self._published, sequence, deadline_ns):
-                    received_ns = self._waiter.ended_ns
                 else:
-                    received_ns = self._wait(sequence, deadline_ns)
+                    if log is not None and log.pending is not None:
+                        log.settle()
+                    if self._spin(self._published, sequence, deadline_ns):
+                        received_ns = self._waiter.ended_ns
+                    else:
+                        received_ns = self._wait(sequence, deadline_ns)
                 slot = sequence % self._slots
                 head = self._heads[slot]
-                log = self._log
                 # HEAD_SENT_NS, read before the release lets the writer overwrite it; 0 for a message not looked at
                 sent_ns = 0 if log is None or sequence & log.sample != log.phase else head[1]
                 if head[0] - sequence == KIND_INLINE:  # HEAD_TAG

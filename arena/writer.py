@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import struct
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from arena import layout, memory
 from arena.blocks import BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
@@ -35,6 +36,8 @@ _LOOK_NS: Final = 200_000_000  # how often a writer that never waits asks whethe
 _FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
 _HOLD: Final = struct.Struct(layout.HOLD)
 _monotonic_ns = time.monotonic_ns
+_sched_yield = os.sched_yield
+_Taken = TypeVar("_Taken")
 
 
 class Writer(MessageQueue):
@@ -145,6 +148,7 @@ class Writer(MessageQueue):
         words[layout.IDENTITY_SLOT_BYTES] = geometry.slot_bytes
         words[layout.IDENTITY_HOLDS] = geometry.max_holds
         words[layout.IDENTITY_MAGIC] = layout.RING_MAGIC
+        mapping.populate(0, geometry.ring_bytes)  # no message of the first lap should pay for its slot's page
         self._ring = WriterRing(mapping, geometry)
         self._published = self._ring.published
         self._futex = mapping.futex(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD)
@@ -254,8 +258,9 @@ class Writer(MessageQueue):
         for words in self._roster.words:
             if words[READER_PARKED]:
                 self._futex.wake()
+                if began_ns:
+                    _sched_yield()  # on one core with us, they need not wait for what is only looking
                 break
-        # From here on the readers have it, and are awake.
         if began_ns:
             self._look_at(sequence, nbytes, began_ns, now_ns)
         if self._look_due:
@@ -360,7 +365,7 @@ class Writer(MessageQueue):
         lent = self._pool.find(address, source.nbytes) if address is not None else None
         try:
             if lent is not None:
-                return self._keep(self._pool.hold(lent[0], lent[1], source.nbytes))
+                return self._keep(self._take_room(self._pool.hold, lent[0], lent[1], source.nbytes))
             return self._keep(self._copy_to_block(source.nbytes, source.write_to))
         except NoRoom as no_room:
             reasons.add(no_room.reason)
@@ -381,14 +386,24 @@ class Writer(MessageQueue):
             reasons.add(no_room.reason)
             return None
 
+    def _take_room(self, take: Callable[..., _Taken], *args: Any) -> _Taken:
+        """Take from the arena; where there is no room, first see whether somebody who holds some has died or left."""
+        try:
+            return take(*args)
+        except NoRoom as no_room:
+            if no_room.reason in ("disabled", "too_large") or not self._roster.reap():
+                raise
+            self._attention = True
+            return take(*args)
+
     def _copy_to_block(self, nbytes: int, write: Any) -> Hold:
-        block = self._pool.lend(nbytes)
+        block = self._take_room(self._pool.lend, nbytes)
         try:
             began_ns = _monotonic_ns()
             write(block.view(nbytes))
             if self._log is not None:
                 self._log.copied(self._published[0], nbytes, _monotonic_ns() - began_ns)
-            return self._pool.hold(block, block.offset, nbytes)
+            return self._take_room(self._pool.hold, block, block.offset, nbytes)
         finally:
             self._pool.drop(block)
 
@@ -527,7 +542,7 @@ class Writer(MessageQueue):
             try:
                 if self._pool.torn:
                     self._pool.repair(self._published[0])
-                exported = self._pool.export(self._pool.lend(nbytes))
+                exported = self._pool.export(self._take_room(self._pool.lend, nbytes))
             except NoRoom as no_room:
                 if self._log is not None:
                     self._log.fallback({no_room.reason}, self._published[0], nbytes)

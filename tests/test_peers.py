@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -256,6 +257,7 @@ def test_a_rank_that_is_killed_and_started_again_takes_part_from_the_next_messag
             mortal = fleet.start()
             mortal.call(hand.attach, queue.export_handle(), 1)
             assert queue.statistics().peers[1] == "joining"
+        queue.enqueue("the end", timeout=20)
         assert queue.statistics().errors == {"peer_died": 4}
 
 
@@ -346,8 +348,7 @@ def test_readers_that_come_and_go_cost_the_writer_no_descriptor_map_or_page(run_
             worker = fleet.start()
             again()
         now_fds, now_maps, now_pages = measured()
-        fleet_pipes = 6 * 2  # the test's own ends of pipe and sentinel
-        assert now_fds <= fds + fleet_pipes
+        assert now_fds <= fds
         assert now_maps <= maps + 1
         assert now_pages <= 3  # the writer's, the reader's, and the last dead one's for the post-mortem
         told = queue.statistics()
@@ -364,11 +365,10 @@ def test_the_holds_of_a_reader_that_dies_are_given_back_and_counted_once(fleet):
         for reader in (stays, dies):
             reader.call(hand.keep, "tensor")
         dies.kill()
-        queue.enqueue("go on", timeout=20)
         for _ in range(5):
-            assert queue.statistics().held_bytes_by_reader == {0: nbytes}
             with pytest.raises(OutOfMemory), queue.lend((nbytes,), torch.uint8):
                 pass
+            assert queue.statistics().held_bytes_by_reader == {0: nbytes}
         stays.call(hand.drop)
         with queue.lend((nbytes,), torch.uint8):
             pass
@@ -382,8 +382,6 @@ def test_a_reader_that_leaves_without_having_read_holds_no_block(fleet):
         queue.enqueue(torch.zeros(nbytes, dtype=torch.uint8))
         stays.call(hand.dequeue)
         leaves.call(hand.shut_down)
-        queue.enqueue("look around", timeout=20)
-        stays.call(hand.dequeue)
         with queue.lend((nbytes,), torch.uint8):
             pass
         assert queue.statistics().holds_reclaimed == 0
@@ -411,7 +409,6 @@ def test_attaching_to_a_writer_that_dies_at_that_moment_is_a_death_and_not_a_han
         writer.freeze()
         reader = fleet.start()
         attaching = reader.begin(hand.attach, handle, 0)
-        eventually(lambda worker=reader: worker.alive())
         writer.kill()
         with within(10), pytest.raises(PeerDied):
             attaching.result()
@@ -443,6 +440,16 @@ def connected(queue: MessageQueue) -> Iterator[socket.socket]:
         yield stranger
 
 
+def fds_at_rest(queue: MessageQueue) -> int:
+    """Descriptors of this process, once the attach thread runs."""
+    with connected(queue) as stranger:
+        stranger.send(b"{}")
+        stranger.recv(1 << 16)
+        served = len(open_fds())
+    eventually(lambda: len(open_fds()) <= served - 2)
+    return len(open_fds())
+
+
 GARBAGE = {
     "bytes": b"\xff" * 100,
     "a long message": b"[" * 100_000,
@@ -457,25 +464,27 @@ GARBAGE = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_on_the_attach_socket_is_refused_and_the_next_reader_served(queue, name):
-    before = len(open_fds())
+    before = fds_at_rest(queue)
     with connected(queue) as stranger:
         stranger.send(GARBAGE[name])
         answer = stranger.recv(1 << 16)
         assert answer == b"" or b"refused" in answer
-    eventually(lambda: len(open_fds()) == before)
+    eventually(lambda: len(open_fds()) <= before)
     still_serves(queue)
 
 
 @pytest.mark.parametrize("count", [1, 2, 64, 253])
 def test_descriptors_that_a_stranger_sends_are_closed(queue, count):
-    before = len(open_fds())
+    before = fds_at_rest(queue)
     with connected(queue) as stranger, open("/dev/null") as null:
         rights = array("i", [null.fileno()] * count)
         for _ in range(3):
             with contextlib.suppress(OSError):  # refused after the first
                 stranger.sendmsg([b'{"magic": "arena-queue"}'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        eventually(lambda: stranger.recv(1 << 16) == b"")
-    eventually(lambda: len(open_fds()) == before)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1 << 16):
+                pass
+    eventually(lambda: len(open_fds()) <= before)
     still_serves(queue)
 
 
@@ -487,14 +496,14 @@ def test_a_hello_with_the_secret_and_a_bad_control_segment_is_refused(queue):
     hello = {"magic": handle.magic, "version": handle.version, "instance": handle.instance, "secret": handle.secret}
     memfd = os.memfd_create("fake", os.MFD_CLOEXEC)
     os.ftruncate(memfd, handle.geometry.control_bytes)
-    before = len(open_fds())
+    before = fds_at_rest(queue)
     for rank, fds in ((0, [memfd]), (0, []), (0, [memfd, memfd]), ("0", [memfd]), (0, [0])):
         with connected(queue) as stranger:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
             stranger.sendmsg([json.dumps({**hello, "rank": rank, "who": who}).encode()], rights)
             assert b"refused" in stranger.recv(1 << 16)
     os.close(memfd)
-    eventually(lambda: len(open_fds()) == before - 1)
+    eventually(lambda: len(open_fds()) <= before - 1)
     still_serves(queue)
 
 
@@ -507,12 +516,12 @@ def test_strangers_that_say_nothing_keep_nobody_out(queue):
 
 
 def test_a_flood_of_strangers_that_hang_up_at_once_is_survived(queue):
-    before = len(open_fds())
+    before = fds_at_rest(queue)
     for _ in range(300):
         with connected(queue):
             pass
+    eventually(lambda: len(open_fds()) <= before)
     still_serves(queue)
-    eventually(lambda: len(open_fds()) == before)
 
 
 # ── fork ─────────────────────────────────────────────────────────────────────────────────────────
@@ -521,6 +530,9 @@ def in_fork(action: Any) -> str:
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         try:
             os.close(receive)
             try:

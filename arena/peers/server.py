@@ -191,9 +191,23 @@ class AttachServer:
 
     def _check_control(self, control: Mapping, rank: int) -> None:
         words = control.raw_words(0, layout.IDENTITY_WORDS)
-        found = (words[layout.IDENTITY_MAGIC], words[layout.IDENTITY_VERSION], words[layout.IDENTITY_RANK])
-        if found != (layout.CONTROL_MAGIC, layout.VERSION, rank & _WORD_MASK):
-            raise HandleMismatch("the reader's control segment is not one", found=str(found))
+        geometry = self._handle.geometry
+        expected = {
+            layout.IDENTITY_MAGIC: layout.CONTROL_MAGIC,
+            layout.IDENTITY_VERSION: layout.VERSION,
+            layout.IDENTITY_RANK: rank & _WORD_MASK,
+            layout.IDENTITY_SLOTS: geometry.slots,
+            layout.IDENTITY_SLOT_BYTES: geometry.slot_bytes,
+            layout.IDENTITY_HOLDS: geometry.max_holds,
+        }
+        found = {index: words[index] for index in expected}
+        if found != expected:
+            raise HandleMismatch(
+                "the reader's control segment is not one of this queue's",
+                expected=str(tuple(expected.values())),
+                found=str(tuple(found.values())),
+                remedy="give the reader the handle as export_handle() gave it",
+            )
         if control.words(layout.LIVE_OFFSET, layout.READER_WORDS)[layout.READER_CLOSED]:
             raise QueueClosed("the reader has given up waiting for this answer")
 

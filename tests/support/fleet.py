@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from typing import Any
 from arena import Handle, MessageQueue, QueueConfig, Statistics
 
 PRELOADED = ["torch", "numpy", "pytest", "arena.writer", "arena.reader", "tests.support.fleet"]
-WORKER_LIFE_S = 110.0  # a worker that its test forgot shows where it stands, and ends
+WORKER_LIFE_S = 110  # the end of a worker that its test forgot
 A_WHILE_S = 30.0  # far beyond what anything here takes, and the end of a test that hangs
 
 
@@ -79,6 +78,7 @@ class Worker:
         self._process = context.Process(target=_work, args=(theirs, environment), daemon=True)
         self._process.start()
         theirs.close()
+        self._exit_code: int | None = None
         self._asked = 0
         self._answered = 0
         self.answers: dict[int, tuple[bool, Any]] = {}
@@ -122,29 +122,29 @@ class Worker:
         """Send a signal that ends it, and wait for the end."""
         os.kill(self.pid, number)
         self.wait_end()
+        self.clean_up()
 
-    def wait_end(self, within: float = A_WHILE_S) -> int | None:
+    def wait_end(self, within: float = A_WHILE_S) -> int:
         """Wait for the process to end; its exit code."""
-        self._process.join(within)
-        code: int | None = self._process.exitcode
-        assert code is not None, f"worker {self.pid} still runs"
-        return code
+        if self._exit_code is None:
+            self._process.join(within)
+            self._exit_code = self._process.exitcode
+        assert self._exit_code is not None, f"worker {self.pid} still runs"
+        return self._exit_code
 
-    def end(self) -> int | None:
+    def end(self) -> int:
         """Let it return from its main function; its exit code."""
         self._connection.close()
         return self.wait_end()
 
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return bool(self._process.is_alive())
-
     def clean_up(self) -> None:
-        """Kill what is left."""
-        if self._process.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
-            self._process.join(A_WHILE_S)
+        """Kill it if it still runs, and give back what it costs this process."""
+        if self._exit_code is None:
+            if self._process.is_alive():
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait_end()
         self._connection.close()
+        self._process.close()
 
 
 class Fleet:
@@ -187,8 +187,13 @@ class Fleet:
 
 def _work(connection: Connection, environment: dict[str, str]) -> None:
     die_with_parent()
-    faulthandler.dump_traceback_later(WORKER_LIFE_S, exit=True, file=sys.__stderr__)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process has pytest's handler
+    signal.alarm(WORKER_LIFE_S)
     os.environ.update(environment)
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(1)  # a forked process has lost OpenMP's threads, and waits for them for ever
     here = Here(queue=None, kept={})
     while True:
         try:

@@ -12,8 +12,9 @@ from telemetry.commands.bench.options import Settings
 from telemetry.commands.bench.peers import MultiprocessingPipe, Pyzmq, VllmMessageQueue
 from telemetry.commands.bench.quiet import Plan, Quiet, quiet
 from telemetry.commands.bench.report import Figure, Report, run
+from telemetry.commands.bench.waking import BareFutex
 
-PEERS: tuple[type[Contender], ...] = (MultiprocessingPipe, Pyzmq, VllmMessageQueue)
+PEERS: tuple[type[Contender], ...] = (BareFutex, MultiprocessingPipe, Pyzmq, VllmMessageQueue)
 
 _FULL = Plan(idle_s=10.0, pause_s=1.0, pauses=20, long_pause_s=60.0, long_pauses=0, rate_hz=200, rate_s=5.0)
 _LONG = Plan(idle_s=10.0, pause_s=1.0, pauses=20, long_pause_s=60.0, long_pauses=3, rate_hz=200, rate_s=5.0)
