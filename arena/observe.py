@@ -1,7 +1,8 @@
 """What an endpoint writes into its probe page, kept out of the story of a message.
 
 Everything here comes after the fact and can't fail. The hot path's share is one store a message, its sequence, made
-in the verb itself; all else waits for a message that is looked at: every one while they are few, one in 16 of many.
+in the verb itself; all else waits for a message that is looked at: every one while they are few, and of many a sample
+that costs about the same whatever their rate.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from arena.blame import Charge
 from arena.errors import ArenaError, CorruptFrame, DecodeFailed, EncodeFailed, HandleMismatch, PeerDied, QueueTimeout
 from arena.probe import Event, Probe
 from arena.probe.metrics import ERROR_KINDS, FALLBACK_REASONS, PATHS
-from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS, MANY_MESSAGES, SAMPLE
+from arena.probe.page import BURST_PERIOD, L_SEQUENCE, L_SEQUENCE_NS, LOOKS_A_WINDOW
 from arena.state import Endpoint
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class _Log:
 
     __slots__ = (
         "_errors",
-        "_many_phase",
+        "_half_a_period_late",
         "_missed",
         "_parks",
         "_spin",
@@ -50,11 +51,11 @@ class _Log:
         "sample",
     )
 
-    def __init__(self, probe: Probe, waiter: Waiter, *, many_phase: int) -> None:
+    def __init__(self, probe: Probe, waiter: Waiter, *, half_a_period_late: bool) -> None:
         self.probe = probe
         self.sample = 0  # a message is looked at if these bits of its sequence are `phase`
         self.phase = 0
-        self._many_phase = many_phase
+        self._half_a_period_late = half_a_period_late
         self.page = probe.words
         self._waiter = waiter
         self._window_from = 0
@@ -86,13 +87,20 @@ class _Log:
         self.probe.closed(Endpoint.CLOSED, now_ns)
         self.probe.unlink()
 
-    def _begin_window(self, sequence: int) -> None:
-        """Look at every small message while they are few, at one in 16 while there are many."""
-        self._look_at(many=sequence - self._window_from > MANY_MESSAGES)
+    def _end_window(self, sequence: int) -> None:
+        """Choose how many of the next window's small messages to look at: about as many whatever their rate."""
+        passed = sequence - self._window_from
         self._window_from = sequence
+        self._look_at_one_in(1 << (passed // LOOKS_A_WINDOW).bit_length())
 
-    def _look_at(self, *, many: bool) -> None:
-        self.sample, self.phase = (SAMPLE, self._many_phase) if many else (0, 0)
+    def _notice_burst(self, sequence: int) -> None:
+        """After a quiet window every message is looked at. A burst must not be over before that changes."""
+        if not self.sample and sequence - self._window_from > LOOKS_A_WINDOW:
+            self._look_at_one_in(BURST_PERIOD)
+
+    def _look_at_one_in(self, period: int) -> None:
+        self.sample = period - 1
+        self.phase = period // 2 if self._half_a_period_late else 0
 
     def _copy_out(self, sequence: int, now_ns: int) -> None:
         waiter, probe = self._waiter, self.probe
@@ -130,7 +138,7 @@ class WriterLog(_Log):
     )
 
     def __init__(self, probe: Probe, waiter: Waiter, roster: Roster, pool: BlockPool, slots: int) -> None:
-        super().__init__(probe, waiter, many_phase=0)
+        super().__init__(probe, waiter, half_a_period_late=False)
         self._roster = roster
         self._pool = pool
         self._slots = slots
@@ -164,10 +172,9 @@ class WriterLog(_Log):
         probe.mark(sequence, now_ns)
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.PUBLISH, sequence, now_ns, now_ns - began_ns, nbytes)
-        if sequence - self._window_from > MANY_MESSAGES:
-            self._look_at(many=True)  # at once: a burst must not be over before it is noticed
+        self._notice_burst(sequence)
         if now_ns >= probe.next_flush_ns:
-            self._begin_window(sequence)
+            self._end_window(sequence)
             self.flush(now_ns)
 
     def _look_at_occupancy(self, sequence: int) -> None:
@@ -276,8 +283,8 @@ class ReaderLog(_Log):
     __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved", "pending")
 
     def __init__(self, probe: Probe, waiter: Waiter) -> None:
-        # Half a period from the writer: no message should pay for both looks.
-        super().__init__(probe, waiter, many_phase=(SAMPLE + 1) // 2)
+        # So that no message pays for a look at both ends.
+        super().__init__(probe, waiter, half_a_period_late=True)
         self.pending: tuple[int, int, int, int] | None = None
         word = probe.word
         self._delay = word("queue_delay_seconds")
@@ -312,10 +319,9 @@ class ReaderLog(_Log):
         probe.observe(self._hold, hold_ns)
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
-        if sequence - self._window_from > MANY_MESSAGES:
-            self._look_at(many=True)  # at once: a burst must not be over before it is noticed
+        self._notice_burst(sequence)
         if now_ns >= probe.next_flush_ns:
-            self._begin_window(sequence)
+            self._end_window(sequence)
             self.flush(now_ns)
 
     def decoded(self, took_ns: int) -> None:

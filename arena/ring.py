@@ -36,16 +36,18 @@ class WriterRing:
         self.published = mapping.words(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD, 1)
         self.limit = geometry.slots
 
-    def write(self, sequence: int, pickled: bytes, nbytes: int, now_ns: int) -> None:
-        """Fill the slot of a claimed sequence with one inline pickle. Nobody looks at it before `publish`."""
+    def put(self, sequence: int, pickled: bytes, nbytes: int, now_ns: int) -> None:
+        """Write and publish one inline pickle, at a claimed sequence: what most messages are, in one call."""
         slot = sequence % self.slots
         self._payloads[slot][:nbytes] = pickled
         head = self._heads[slot]
         head[0] = KIND_INLINE + sequence  # HEAD_TAG
         head[1] = now_ns  # HEAD_SENT_NS
+        # SYNC POINT frame-visible (publish): slot bytes before this store are seen by whoever reads it
+        self.published[0] = sequence + 1
 
     def write_pieces(self, sequence: int, kind: int, pieces: Sequence[memoryview], now_ns: int) -> None:
-        """The same for a frame of any other kind."""
+        """Fill the slot of a claimed sequence with a frame of any kind. Nobody looks at it before `publish`."""
         target = self._payloads[layout.slot_of(sequence, self.slots)]
         at = 0
         for piece in pieces:

@@ -234,10 +234,12 @@ class Writer(MessageQueue):
                 if sequence >= ring.limit:
                     self._claim.wait(sequence, deadline_ns, first=True)
                 now_ns = _monotonic_ns()
-                ring.write(sequence, message, nbytes, now_ns)
-                if hooks.trace_source is not None:
+                if hooks.trace_source is None:
+                    ring.put(sequence, message, nbytes, now_ns)
+                else:
+                    ring.write_pieces(sequence, layout.KIND_INLINE, [memoryview(message)], now_ns)
                     self._write_trace(sequence)
-                ring.publish(sequence)
+                    ring.publish(sequence)
                 if log is not None:
                     log.page[L_SEQUENCE] = sequence + 1
                     log.inline_bytes += nbytes

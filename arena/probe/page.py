@@ -83,12 +83,14 @@ EVENT_ENTRIES: Final = 256  # 16 KiB: stays in cache
 _EVENT: Final = struct.Struct("8Q")
 
 FLUSH_NS: Final = 50_000_000
-EVENT_GAP_NS: Final = 1_000_000
-"""Message events closer together than this are dropped and counted: a thousand a second is plenty to look at."""
+EVENT_GAP_NS: Final = 5_000_000
+"""Message events closer together than this are dropped and counted: the ring covers the last second at least."""
 
-SAMPLE: Final = 15
-MANY_MESSAGES: Final = 32
-"""Small messages are observed one in 16 while more than this many pass between two flushes (640 a second)."""
+LOOKS_A_WINDOW: Final = 8
+"""About how many small messages are looked at closely between two copy-outs: 160 a second."""
+
+BURST_PERIOD: Final = 16
+"""One in so many is looked at when a burst begins in a window in which every one was."""
 
 MASK: Final = (1 << 64) - 1
 
@@ -274,7 +276,7 @@ class Probe:
     def message_event(
         self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: tuple[int, int, int] = (0, 0, 0)
     ) -> None:
-        """Record one message. The hot path asks `next_event_ns` first: of a burst, one a millisecond is kept."""
+        """Record one message. The hot path asks `next_event_ns` first: of a burst, one in 5 ms is kept."""
         self.next_event_ns = now_ns + EVENT_GAP_NS
         self.message_events += 1
         self._record(kind, sequence, now_ns, a, b, trace)
