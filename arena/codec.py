@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from arena.errors import ArenaError, CorruptFrame, EncodeFailed
 from arena.layout import HOLD, HOLD_BYTES
-from arena.memory import copy_bytes
+from arena.memory import copy_bytes, copy_from
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,7 @@ IN_BAND_BYTES: Final = 4096  # a plain buffer up to this size stays in the pickl
 _NEW_PICKLER_BYTES: Final = 1 << 20  # after a message this large, the pickler's memo table would stay large
 _SPARSE: Final = 2  # a storage span this many times larger than its elements is gathered, not copied
 _MERGE_SLACK_BYTES: Final = 1 << 20
+_PARALLEL_COPY_BYTES: Final = 16 << 20
 _MAX_BUFFERS: Final = 1 << 20
 _ALIGN: Final = 64
 
@@ -82,9 +83,17 @@ class TensorSource(Source):
         return None if self._start is None else self._tensor.untyped_storage().data_ptr() + self._start
 
     def write_to(self, target: memoryview) -> None:
-        """The one copy: multi-threaded, without the GIL, resolving strides and conj and neg bits."""
+        """The one copy: without the GIL, resolving strides and conj and neg bits, multi-threaded where that helps.
+
+        It does not below some MiB: waking torch's threads then takes longer than the copy, and where the cores are
+        busy, up to milliseconds longer (7.7 ms instead of 0.1 for 200 KB on two cores).
+        """
         import torch
 
+        address = self.address
+        if address is not None and self.nbytes < _PARALLEL_COPY_BYTES:
+            copy_from(target, address)
+            return
         source = self._tensor.detach() if self._start is None else self._span()
         flat = torch.frombuffer(target, dtype=source.dtype, count=source.numel())
         flat.view(source.shape).copy_(source)
@@ -187,6 +196,8 @@ class Encoder:
             EncodeFailed: the object, or something in it, can't be pickled.
         """
         pieces = self._pieces
+        if pieces or self._items or self._awaiting is not None:
+            self._reset()  # an interrupt struck while the last message was being forgotten
         try:
             self._dump(obj)
             last = pieces.pop()
@@ -205,7 +216,7 @@ class Encoder:
             ) from error
         finally:
             self._forget()
-            if pieces or self._items:
+            if pieces or self._items or self._awaiting is not None:
                 self._reset()
 
     def _reset(self) -> None:

@@ -473,3 +473,13 @@ def copy_bytes(target: memoryview, source: Any) -> None:
             _release_buffer(ctypes.byref(here))
     finally:
         _release_buffer(ctypes.byref(there))
+
+
+def copy_from(target: memoryview, address: int) -> None:
+    """Fill `target` from memory at `address` that the caller keeps alive, without the GIL."""
+    there = _PyBuffer()
+    _get_buffer(target, ctypes.byref(there), 1)
+    try:
+        ctypes.memmove(there.buf, address, there.len)
+    finally:
+        _release_buffer(ctypes.byref(there))
