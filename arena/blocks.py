@@ -203,9 +203,9 @@ class BlockPool:
             raise NoRoom("holds_exhausted")
         self._generation += 1
         hold = Hold(self._free_holds.pop(), self._generation, block, offset, nbytes)
-        self._move(block, "hold")
+        block.state = move(block.state, "hold")
         block.holds += 1
-        return hold
+        return hold  # `send` will show it
 
     def send(self, hold: Hold, sequence: int, seats: list[Seat]) -> None:
         """The message is about to be published as `sequence` to `seats`: from now on the hold is theirs."""

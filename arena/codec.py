@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from arena.errors import ArenaError, CorruptFrame, EncodeFailed
 from arena.layout import HOLD, HOLD_BYTES
@@ -271,11 +271,10 @@ class Encoder:
         return message
 
 
-@dataclass(frozen=True)
-class _Placed:
+class _Placed(NamedTuple):
     """A tensor, the number of its placeholder, and the bytes of its storage that it spans."""
 
-    index: int
+    number: int
     tensor: torch.Tensor
     start: int
     end: int
@@ -292,7 +291,7 @@ def _lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) 
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(placed)
     for group in by_storage.values():
         if len(group) == 1 and _is_sparse(group[0]):
-            _gather(message, group[0].index, group[0].tensor)
+            _gather(message, group[0].number, group[0].tensor)
         else:
             for cluster in _clusters(group):
                 _share(message, cluster)
@@ -314,6 +313,8 @@ def _is_sparse(placed: _Placed) -> bool:
 
 def _clusters(group: list[_Placed]) -> list[list[_Placed]]:
     """Views of one storage that travel in one buffer: those whose spans touch, and near neighbours."""
+    if len(group) == 1:
+        return [group]
     clusters: list[list[_Placed]] = []
     end = 0
     for placed in sorted(group, key=lambda one: (one.start, one.end)):
@@ -334,10 +335,12 @@ def _share(message: Message, cluster: list[_Placed]) -> None:
     for placed in cluster:
         tensor = placed.tensor
         offset = (placed.start - start) // tensor.element_size()
-        message.specs[placed.index] = (len(message.sources), _spec(tensor, offset, tuple(tensor.stride())))
+        message.specs[placed.number] = (len(message.sources), _spec(tensor, offset, tuple(tensor.stride())))
     # One address may have several storages, of several lengths: two tensors over one numpy array.
-    longest = max(cluster, key=lambda placed: placed.tensor.untyped_storage().nbytes())
-    message.sources.append(TensorSource(longest.tensor, end - start, start=start))
+    longest = cluster[0].tensor
+    if len(cluster) > 1:
+        longest = max((placed.tensor for placed in cluster), key=lambda tensor: tensor.untyped_storage().nbytes())
+    message.sources.append(TensorSource(longest, end - start, start=start))
 
 
 def _gather(message: Message, index: int, tensor: torch.Tensor) -> None:
