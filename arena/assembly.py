@@ -11,31 +11,44 @@ from typing import Final
 
 from arena import layout
 from arena.errors import CorruptFrame
-from arena.state import Message, move
+from arena.state import Message
 
 _HEADER: Final = struct.Struct(layout.FRAGMENT_HEADER)
 
 
+class _Pieces:
+    """One message under way."""
+
+    __slots__ = ("first", "nbytes", "whole")
+
+    def __init__(self, first: int, total: int) -> None:
+        self.first = first  # sequence of its first frame
+        self.whole = bytearray(total)
+        self.nbytes = 0  # so far
+
+
 class Assembly:
-    """The pieces so far.
+    """The pieces so far. Each change is one store, so that an interrupt finds the old state or the new one.
 
     Args:
         max_bytes: no message is longer.
     """
 
-    __slots__ = ("_bytes", "_first", "_max_bytes", "_nbytes", "state")
+    __slots__ = ("_max_bytes", "_pieces")
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bytes = bytearray()
-        self._first = 0  # sequence of the message's first frame
-        self._nbytes = 0
-        self.state = Message.NONE
+        self._pieces: _Pieces | None = None
+
+    @property
+    def state(self) -> Message:
+        """Whether a message is under way."""
+        return Message.NONE if self._pieces is None else Message.PARTIAL
 
     @property
     def complete(self) -> bool:
         """Whether the last piece has come."""
-        return self.state is Message.PARTIAL and self._nbytes == len(self._bytes)
+        return self._pieces is not None and self._pieces.nbytes == len(self._pieces.whole)
 
     def add(self, sequence: int, payload: memoryview) -> int:
         """Add the piece in a frame; returns its length in bytes.
@@ -47,40 +60,34 @@ class Assembly:
             raise self._corrupt(sequence, f"{payload.nbytes} bytes")
         total, at, first = _HEADER.unpack_from(payload)
         body = payload[layout.FRAGMENT_HEADER_BYTES :]
-        if at == 0 and first == sequence and body.nbytes <= total <= self._max_bytes:
-            self._begin(first, total)
-        known = self.state is Message.PARTIAL and first == self._first and total == len(self._bytes)
-        if not known or at > self._nbytes or at + body.nbytes > total:
+        if at == 0 and first == sequence and body.nbytes <= total <= self._max_bytes and self._may_begin(first):
+            self._pieces = _Pieces(first, total)
+        pieces = self._pieces
+        known = pieces is not None and first == pieces.first and total == len(pieces.whole)
+        if pieces is None or not known or at > pieces.nbytes or at + body.nbytes > total:
             raise self._corrupt(sequence, f"piece {at}..{at + body.nbytes} of {total} bytes from frame {first}")
-        self._bytes[at : at + body.nbytes] = body
-        self._nbytes = at + body.nbytes
-        self.state = move(self.state, "fragment")
+        pieces.whole[at : at + body.nbytes] = body
+        pieces.nbytes = at + body.nbytes
         return body.nbytes
 
     def take(self) -> memoryview:
         """The whole message, writable and the caller's own."""
-        whole, self._bytes = self._bytes, bytearray()
-        self.state = move(self.state, "complete")
+        assert self._pieces is not None, "only a complete message is taken"
+        whole = self._pieces.whole
+        self._pieces = None
         return memoryview(whole)
 
     def drop(self) -> None:
         """Forget the pieces: the writer gave the message up, or is gone."""
-        self._bytes = bytearray()
-        self._nbytes = 0
-        if self.state is Message.PARTIAL:
-            self.state = move(self.state, "abort")
+        self._pieces = None
 
-    def _begin(self, first: int, total: int) -> None:
-        if self.state is Message.NONE or self.complete:  # complete: an interrupt struck before it was taken
-            self._bytes = bytearray(total)
-            self._first = first
-            self._nbytes = 0
-            self.state = Message.PARTIAL
+    def _may_begin(self, first: int) -> bool:
+        """Nothing is under way; or it is this message again; or the last one is whole, and an interrupt lost it."""
+        return self._pieces is None or self._pieces.first == first or self.complete
 
     def _corrupt(self, sequence: int, found: str) -> CorruptFrame:
-        expected = (
-            f"the piece at {self._nbytes} of {len(self._bytes)}" if self.state is Message.PARTIAL else "a first piece"
-        )
+        pieces = self._pieces
+        expected = "a first piece" if pieces is None else f"the piece at {pieces.nbytes} of {len(pieces.whole)}"
         return CorruptFrame(
             f"frame {sequence} is a fragment of another message",
             expected=expected,
