@@ -70,19 +70,17 @@ class Assembly:
         pieces.nbytes = at + body.nbytes
         return body.nbytes
 
-    def take(self) -> memoryview:
-        """The whole message, writable and the caller's own."""
-        assert self._pieces is not None, "only a complete message is taken"
-        whole = self._pieces.whole
-        self._pieces = None
-        return memoryview(whole)
+    def whole(self) -> memoryview:
+        """The complete message, writable and the caller's own."""
+        assert self._pieces is not None, "only a complete message is whole"
+        return memoryview(self._pieces.whole)
 
     def drop(self) -> None:
-        """Forget the pieces: the writer gave the message up, or is gone."""
+        """Forget the pieces: they have been decoded, the writer gave the message up, or it is gone."""
         self._pieces = None
 
     def _may_begin(self, first: int) -> bool:
-        """Nothing is under way; or it is this message again; or the last one is whole, and an interrupt lost it."""
+        """Nothing is under way, or this very message is, or one that was decoded before an interrupt struck."""
         return self._pieces is None or self._pieces.first == first or self.complete
 
     def _corrupt(self, sequence: int, found: str) -> CorruptFrame:

@@ -1,11 +1,16 @@
 """What a reader borrows from the tensor arena, and how it gives it back.
 
-The callback that gives back runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock. So
-it is one aligned store, and the writer looks for it when it next needs room.
+A hold is given back when the last view of its bytes dies, and only if the frame that brought it has been released by
+then. If it has not, an interrupt struck: the frame will be taken again, and with it the hold. So there is one moment,
+the store to `consumed`, from which on a message's holds are in its reader's hands; no interrupt can tear that.
+
+The callback runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock. So it is one look
+and one aligned store, and the writer looks for it when it next needs room.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from arena import memory
@@ -18,44 +23,36 @@ class Borrower:
 
     def __init__(
         self,
-        take_segment: Callable[[int], tuple[int, int] | None],
+        segment: Callable[[int], tuple[int, int] | None],
+        drop_segment: Callable[[int], None],
+        consumed: Words,
         returned: Words,
         max_holds: int,
         *,
         views: str,
     ) -> None:
-        self._take_segment = take_segment
+        self._segment = segment
+        self._drop_segment = drop_segment
+        self._consumed = consumed
         self._returned = returned
         self._max_holds = max_holds
         self._views = views
         self._mappings: dict[int, Mapping] = {}
 
-    def borrow(self, words: tuple[int, int, int, int, int]) -> memoryview:
-        """The bytes of a hold. When the last view of them dies, the hold is given back.
+    def borrow(self, words: tuple[int, int, int, int, int], sequence: int) -> memoryview:
+        """The bytes of a hold that came with frame `sequence`, writable; see the head of this file.
 
         Raises:
             CorruptFrame: the hold names memory that does not exist.
         """
         number, offset, nbytes, hold, generation = words
         self._check_hold(hold, generation)
-        mapping = self._mapping(number)
-        return mapping.export(offset, nbytes, _give_back, self._returned, hold, generation, memory.fork_epoch())
+        where = (self._consumed, sequence, self._returned, hold, generation, memory.fork_epoch())
+        return self._mapping(number).export(offset, nbytes, _give_back, *where)
 
     def close(self) -> None:
         """Let the segments go. Views of them stay valid, and the memory goes with the last one that dies."""
         self._mappings.clear()
-
-    def peek(self, words: tuple[int, int, int, int, int]) -> memoryview:
-        """The bytes of a hold that `give_back` will return by hand; read-only."""
-        number, offset, nbytes, hold, generation = words
-        self._check_hold(hold, generation)
-        return self._mapping(number).view(offset, nbytes).toreadonly()
-
-    def give_back(self, words: tuple[int, int, int, int, int]) -> None:
-        """Return a hold now."""
-        _, _, _, hold, generation = words
-        if hold < self._max_holds:
-            _give_back(self._returned, hold, generation, memory.fork_epoch())
 
     def _check_hold(self, hold: int, generation: int) -> None:
         if hold >= self._max_holds or generation == 0:
@@ -69,7 +66,7 @@ class Borrower:
     def _mapping(self, number: int) -> Mapping:
         mapping = self._mappings.get(number)
         if mapping is None:
-            handed_over = self._take_segment(number)
+            handed_over = self._segment(number)
             if handed_over is None:
                 raise CorruptFrame(
                     f"a frame names segment {number}, which was never handed over",
@@ -78,13 +75,14 @@ class Borrower:
                     remedy="something else wrote into the ring; shut the queue down and start both ends anew",
                 )
             nbytes, fd = handed_over
-            segment = Segment.attach(fd, nbytes, writable=self._views == "shared")
+            segment = Segment.attach(os.dup(fd), nbytes, writable=self._views == "shared")
             segment.close()
             mapping = self._mappings[number] = segment.mapping
+            self._drop_segment(number)  # not before it is in its place: an interrupt must find it here or there
         return mapping
 
 
-def _give_back(returned: Words, hold: int, generation: int, epoch: int) -> None:
-    if epoch == memory.fork_epoch():
+def _give_back(consumed: Words, sequence: int, returned: Words, hold: int, generation: int, epoch: int) -> None:
+    if epoch == memory.fork_epoch() and consumed[0] > sequence:
         # SYNC POINT block-reusable (publish): the last view is dead before this store is seen
         returned[hold] = generation

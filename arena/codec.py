@@ -17,7 +17,7 @@ import ctypes
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -432,15 +432,16 @@ def read_table(payload: memoryview) -> Table:
     )
 
 
-def decode(table: Table, borrow: Callable[[HoldWords], memoryview], views: str) -> object:
-    """The object. Buffers inside the payload are copied out; those in blocks are borrowed.
+def decode(table: Table, borrowed: Mapping[HoldWords, memoryview], views: str) -> object:
+    """The object.
 
     Args:
-        table: what `read_table` gave.
-        borrow: bytes of a hold, writable, given back when the last view of them dies.
+        table: what `read_table` gave. Small buffers are copied out of its payload, unless that is writable: then it is
+            the reader's own already.
+        borrowed: the bytes of each of its holds, writable.
         views: "readonly", "shared" or "private".
     """
-    buffers = [_buffer(table, entry, borrow, views) for entry in table.entries]
+    buffers = [_buffer(table, entry, borrowed, views) for entry in table.entries]
     items = _items(table, buffers, views)
     # torch's own reduction of a sparse tensor leaves it in a list for torch.load to check: it would never die.
     kept: list[Any] = getattr(sys.modules.get("torch._utils"), "_sparse_tensors_to_validate", [])
@@ -451,13 +452,12 @@ def decode(table: Table, borrow: Callable[[HoldWords], memoryview], views: str) 
         del kept[before:]
 
 
-def _buffer(table: Table, entry: HoldWords, borrow: Callable[[HoldWords], memoryview], views: str) -> memoryview:
+def _buffer(table: Table, entry: HoldWords, borrowed: Mapping[HoldWords, memoryview], views: str) -> memoryview:
     segment, at, nbytes, _, _ = entry
     if segment == _IN_PAYLOAD:
-        return _copied_out(table.payload[at : at + nbytes])
-    if views == "private":
-        return _copied_out(borrow(entry))
-    return borrow(entry)
+        inside = table.payload[at : at + nbytes]
+        return _copied_out(inside) if inside.readonly else inside
+    return _copied_out(borrowed[entry]) if views == "private" else borrowed[entry]
 
 
 def _copied_out(view: memoryview) -> memoryview:

@@ -98,7 +98,14 @@ class Reader(MessageQueue):
         self._parked = control.mapping.words(layout.LIVE_OFFSET + layout.READER_PARKED * layout.WORD, 1)
         self._consumed_futex = control.mapping.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
         returned = control.mapping.words(geometry.returned_offset, geometry.max_holds)
-        self._borrower = Borrower(self._attachment.take_segment, returned, geometry.max_holds, views=handle.views)
+        self._borrower = Borrower(
+            self._attachment.segment,
+            self._attachment.drop_segment,
+            self._consumed,
+            returned,
+            geometry.max_holds,
+            views=handle.views,
+        )
         self._waiter = Waiter(handle.n_reader + 1)
         self._spin = self._waiter.spin
         self._writer_words = self._ring.writer
@@ -146,12 +153,13 @@ class Reader(MessageQueue):
 
     def _map_ring(self) -> memory.Mapping:
         geometry = self._handle.geometry
-        handed_over = self._attachment.take_segment(0)
+        handed_over = self._attachment.segment(0)
         if handed_over is None:
             raise CorruptFrame("the writer handed over no ring", expected="segment 0 in its answer")
         _, fd = handed_over
-        segment = Segment.attach(fd, geometry.ring_bytes)
+        segment = Segment.attach(os.dup(fd), geometry.ring_bytes)
         segment.close()
+        self._attachment.drop_segment(0)
         words = segment.mapping.raw_words(0, layout.IDENTITY_WORDS)
         found = tuple(words[index] for index in range(layout.IDENTITY_WORDS) if index not in _NOT_COMPARED)
         expected = (layout.RING_MAGIC, layout.VERSION, geometry.slots, geometry.slot_bytes, geometry.max_holds)
@@ -329,7 +337,11 @@ class Reader(MessageQueue):
 
     # ── messages of several parts ────────────────────────────────────────────────────────────────
     def _take(self, sequence: int) -> tuple[bool, Any, int]:
-        """Take a frame that is not just one inline pickle: (whether a message is complete, the message, time)."""
+        """Take a frame that is not just one inline pickle: (whether a message is complete, the message, time).
+
+        What it borrows dies after the release: only then does a death give anything back. An interrupt before it
+        leaves the frame to be taken again.
+        """
         kind, traced = self._ring.kind(sequence)
         self._trace = self._ring.trace(sequence) if traced else None
         if kind == KIND_INLINE:  # with trace context
@@ -337,61 +349,51 @@ class Reader(MessageQueue):
         else:
             payload = self._ring.payload(sequence)
         if kind == layout.KIND_FRAGMENT:
-            return self._take_fragment(sequence, payload)
-        complete, obj = True, None
+            self._add_piece(sequence, payload)
+        complete = kind != layout.KIND_ABORT and (kind != layout.KIND_FRAGMENT or self._assembly.complete)
+        borrowed: list[memoryview] = []
         try:
-            if kind == layout.KIND_INLINE:
-                obj = self._decoded(lambda: _loads(payload))
-            elif kind == layout.KIND_TABLE:
-                obj = self._decode_payload(payload)
-            elif kind == layout.KIND_BLOCK:
-                obj = self._decode_block(payload)
-            else:
-                self._assembly.drop()
-                complete = False
-        finally:
-            now_ns = _monotonic_ns()
-            self._ring.release(sequence, now_ns)
+            obj = self._decode(sequence, kind, payload, borrowed) if complete else None
+        except Exception:
+            self._release_frame(sequence, kind, complete)
+            borrowed.clear()
+            raise
+        now_ns = self._release_frame(sequence, kind, complete)
+        borrowed.clear()
         return complete, obj, now_ns
 
-    def _take_fragment(self, sequence: int, payload: memoryview) -> tuple[bool, Any, int]:
+    def _add_piece(self, sequence: int, payload: memoryview) -> None:
         began_ns = _monotonic_ns()
         nbytes = self._assembly.add(sequence, payload)
+        if self._log is not None:
+            self._log.copied(nbytes, _monotonic_ns() - began_ns)
+
+    def _release_frame(self, sequence: int, kind: int, complete: bool) -> int:
         now_ns = _monotonic_ns()
         self._ring.release(sequence, now_ns)
-        if self._log is not None:
-            self._log.copied(nbytes, now_ns - began_ns)
-        if not self._assembly.complete:
-            return False, None, now_ns
-        return True, self._decode_payload(self._assembly.take()), now_ns
+        if kind == layout.KIND_ABORT or (kind == layout.KIND_FRAGMENT and complete):
+            self._assembly.drop()
+        return now_ns
 
-    def _decode_block(self, payload: memoryview) -> Any:
-        hold: HoldWords = _HOLD.unpack_from(payload.tobytes().ljust(_HOLD.size, b"\0"))
-        inner = self._borrower.peek(hold)
-        try:
-            return self._decode_payload(inner)
-        finally:
-            del inner
-            self._borrower.give_back(hold)
-
-    def _decode_payload(self, payload: memoryview) -> Any:
-        """Decode a table payload. Whatever happens, each of its holds goes back once."""
-        table = read_table(payload)
-        owed = {hold[3:]: hold for hold in table.holds}
-
-        def borrow(hold: HoldWords) -> memoryview:
-            borrowed = self._borrower.borrow(hold)
-            owed.pop(hold[3:], None)
-            return borrowed
-
+    def _decode(self, sequence: int, kind: int, payload: memoryview, borrowed: list[memoryview]) -> Any:
+        if kind == KIND_INLINE:
+            return self._decoded(lambda: _loads(payload))
         began_ns = _monotonic_ns()
-        try:
-            return self._decoded(lambda: decode(table, borrow, self._handle.views))
-        finally:
-            for hold in owed.values():
-                self._borrower.give_back(hold)
-            if self._log is not None:
-                self._log.decoded(_monotonic_ns() - began_ns)
+        if kind == layout.KIND_BLOCK:
+            hold: HoldWords = _HOLD.unpack_from(payload.tobytes().ljust(_HOLD.size, b"\0"))
+            borrowed.append(self._borrower.borrow(hold, sequence))
+            payload = borrowed[0].toreadonly()
+        elif kind == layout.KIND_FRAGMENT:
+            payload = self._assembly.whole()
+        table = read_table(payload)
+        views: dict[HoldWords, memoryview] = {}
+        for hold in table.holds:
+            borrowed.append(self._borrower.borrow(hold, sequence))
+            views[hold] = borrowed[-1]
+        obj = self._decoded(lambda: decode(table, views, self._handle.views))
+        if self._log is not None:
+            self._log.decoded(_monotonic_ns() - began_ns)
+        return obj
 
     def _decoded(self, decoder: Any) -> Any:
         try:

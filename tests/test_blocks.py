@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import sys
+from array import array
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -147,8 +148,12 @@ class Rig:
         self.refuse_segments = False
         self.pool = BlockPool("test", PoolLimits(**settings), None, self._hand_over)
         self.seats = [Seat(rank, Peer.ATTACHED, GEOMETRY) for rank in range(readers)]
+        self.consumed = memoryview(array("Q", [1 << 40]))  # every frame was released, unless a test says otherwise
         self.borrowers = [
-            Borrower(self._take, seat.returned, settings["max_holds"], views="readonly") for seat in self.seats
+            Borrower(
+                self.handed.get, lambda _: None, self.consumed, seat.returned, settings["max_holds"], views="readonly"
+            )
+            for seat in self.seats
         ]
         self.sequence = 0
 
@@ -157,10 +162,6 @@ class Rig:
             return False
         self.handed[new.number] = (new.segment.nbytes, new.segment.fd)
         return True
-
-    def _take(self, number: int) -> tuple[int, int] | None:
-        handed = self.handed.get(number)
-        return None if handed is None else (handed[0], os.dup(handed[1]))
 
     def fill(self, nbytes: int) -> list[Any]:
         """Lend blocks until there is no room."""
@@ -185,7 +186,10 @@ class Rig:
         return hold
 
     def give_back(self, hold: Hold, rank: int) -> None:
-        self.borrowers[rank].give_back(hold.words())
+        self.borrow(hold, rank).release()
+
+    def borrow(self, hold: Hold, rank: int = 0) -> memoryview:
+        return self.borrowers[rank].borrow(hold.words(), hold.sequence)
 
     def used(self) -> int:
         self.pool.collect()
@@ -337,7 +341,7 @@ def test_a_block_reads_back_what_was_written_whatever_its_pages(make, huge_pages
     rig = make(huge_pages=huge_pages, prefault=prefault, **limits)
     holds = [rig.send(nbytes, stamp) for stamp, nbytes in enumerate([3 * MIB, 100, 4 * MIB, PAGE, 2 * MIB])]
     for stamp, hold in enumerate(holds):
-        assert set(bytes(rig.borrowers[0].peek(hold.words()))) == {stamp}
+        assert set(bytes(rig.borrow(hold, 0))) == {stamp}
 
 
 # --- holds -----------------------------------------------------------------------------------------------------------
@@ -528,7 +532,7 @@ def test_an_address_is_found_in_the_block_it_lies_in(make):
 def test_a_borrowed_view_gives_back_when_its_last_alias_dies(make):
     rig = make()
     hold = rig.send(100, stamp=7)
-    tensor = torch.frombuffer(rig.borrowers[0].borrow(hold.words()), dtype=torch.uint8)
+    tensor = torch.frombuffer(rig.borrow(hold, 0), dtype=torch.uint8)
     rig.give_back(hold, 1)
     assert tensor.tolist() == [7] * 100
     aliases = [tensor[3:].unsqueeze(0), torch.nn.Parameter(tensor[4:12].view(torch.float32)), tensor.numpy()[::2]]
@@ -540,24 +544,27 @@ def test_a_borrowed_view_gives_back_when_its_last_alias_dies(make):
     assert rig.used() == 0
 
 
-def test_a_peeked_view_gives_nothing_back_by_itself(make):
+def test_a_view_that_dies_before_its_frame_was_released_gives_nothing_back(make):
     rig = make(readers=1)
     hold = rig.send(100, stamp=7)
-    peeked = rig.borrowers[0].peek(hold.words())
-    assert peeked.readonly
-    del peeked
-    assert rig.used() == PAGE
-    rig.borrowers[0].give_back(hold.words())
+    rig.consumed[0] = hold.sequence
+    rig.give_back(hold, 0)
+    assert rig.used() == PAGE, "an interrupt struck: the frame will be taken again"
+    again = rig.borrow(hold)
+    assert set(bytes(again)) == {7}
+    rig.consumed[0] = hold.sequence + 1
+    again.release()
     assert rig.used() == 0
 
 
-def test_a_segment_is_mapped_once_however_often_it_is_named(make):
+def test_a_segment_is_mapped_once_and_its_descriptor_dropped_however_often_it_is_named(make):
     rig = make(readers=1)
-    taken = []
-    rig.borrowers[0]._take_segment = lambda number: taken.append(number) or rig._take(number)
+    asked, dropped = [], []
+    rig.borrowers[0]._segment = lambda number: asked.append(number) or rig.handed.get(number)
+    rig.borrowers[0]._drop_segment = dropped.append
     for _ in range(3):
-        rig.borrowers[0].borrow(rig.send(100).words())
-    assert taken == [1]
+        rig.borrow(rig.send(100))
+    assert (asked, dropped) == ([1], [1])
 
 
 @pytest.mark.parametrize(
@@ -574,27 +581,20 @@ def test_a_segment_is_mapped_once_however_often_it_is_named(make):
         (4, 0),
     ],
 )
-@pytest.mark.parametrize("verb", ["borrow", "peek"])
-def test_a_hold_that_names_what_does_not_exist_is_corrupt(make, index, value, verb):
+def test_a_hold_that_names_what_does_not_exist_is_corrupt(make, index, value):
     rig = make()
     words = list(rig.send(100).words())
     words[index] = value
     with pytest.raises(CorruptFrame):
-        getattr(rig.borrowers[0], verb)(tuple(words))
+        rig.borrowers[0].borrow(tuple(words), 0)
     assert set(rig.seats[0].returned) == {0}, "and gives nothing back"
-
-
-def test_giving_back_a_hold_that_does_not_exist_touches_nothing(make):
-    rig = make()
-    rig.borrowers[0].give_back((1, 0, 1, GEOMETRY.max_holds, 5))
-    assert set(rig.seats[0].returned) == {0}
 
 
 def views_in_a_forked_child() -> tuple[int, int]:
     """A child that drops the views it inherited; what the parent sees of that."""
     rig = Rig(readers=1)
     hold = rig.send(100)
-    borrowed = torch.frombuffer(rig.borrowers[0].borrow(hold.words()), dtype=torch.uint8)
+    borrowed = torch.frombuffer(rig.borrow(hold, 0), dtype=torch.uint8)
     lent = torch.frombuffer(rig.pool.export(rig.pool.lend(100)), dtype=torch.uint8)
     pid = os.fork()
     if pid == 0:
@@ -651,7 +651,7 @@ class PoolAgainstOracle(RuleBasedStateMachine):
             return
         self.rig.publish(hold, self.alive())
         for seat in self.alive():
-            self.views[seat.rank, hold.generation] = (self.rig.borrowers[seat.rank].borrow(hold.words()), stamp)
+            self.views[seat.rank, hold.generation] = (self.rig.borrow(hold, seat.rank), stamp)
             seat.words[layout.CONSUMED] = self.rig.sequence
 
     @precondition(lambda self: self.lent)
@@ -766,7 +766,7 @@ def test_after_an_interrupt_at_any_line_a_repair_loses_nothing_and_frees_nothing
         rig.pool.repair(rig.sequence)
         used = rig.used()
         outstanding = list(rig.pool._outstanding.values())
-        assert all(rig.borrowers[0].peek(hold.words()).nbytes == hold.nbytes for hold in outstanding)
+        assert all(rig.borrow(hold, 0).nbytes == hold.nbytes for hold in outstanding)
         taken = {(block.segment.number, block.offset) for block in (hold.block for hold in outstanding)}
         fresh = rig.fill(PAGE)
         assert taken.isdisjoint((block.segment.number, block.offset) for block in fresh), (

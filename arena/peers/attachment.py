@@ -43,21 +43,29 @@ class Attachment:
             self.close()
             raise
 
-    def take_segment(self, number: int) -> tuple[int, int] | None:
-        """Size and fd of a segment handed over; the caller owns the fd. None if no such segment has arrived.
+    def segment(self, number: int) -> tuple[int, int] | None:
+        """Size and fd of a segment handed over, until `drop_segment`. None if no such segment has arrived.
 
-        The writer pushes before it publishes, so what a frame names is already in the socket.
+        The writer pushes before it publishes, so what a frame names is already in the socket. It is looked at there
+        before it is taken, so that an interrupt in between loses nothing.
         """
+        self._connection.setblocking(False)
         while number not in self._segments:
-            self._connection.setblocking(False)
             try:
-                message, fds = receive(self._connection)
+                message, fds = receive(self._connection, peek=True)
+                if message is None:
+                    return None
+                self._keep([message.get("segment")], fds)
+                close_all(receive(self._connection)[1])
             except (BlockingIOError, ConnectionResetError):
                 return None
-            if message is None:
-                return None
-            self._keep([message.get("segment")], fds)
-        return self._segments.pop(number)
+        return self._segments[number]
+
+    def drop_segment(self, number: int) -> None:
+        """Close the fd: the segment is mapped."""
+        known = self._segments.pop(number, None)
+        if known is not None:
+            os.close(known[1])
 
     def close(self) -> None:
         """Hang up."""
@@ -137,7 +145,10 @@ class Attachment:
             close_all(fds)
             raise CorruptFrame("the writer's hand-over message is malformed", expected="one fd per segment")
         for (number, nbytes), fd in zip(table, fds, strict=True):
-            self._segments[number] = (nbytes, fd)
+            if number in self._segments:
+                os.close(fd)
+            else:
+                self._segments[number] = (nbytes, fd)
 
     def _died_meanwhile(self) -> bool:
         """Whether the hang-up was a death: a dying process closes its sockets a moment before its pidfd tells."""

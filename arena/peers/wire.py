@@ -61,13 +61,16 @@ def send(connection: socket.socket, message: dict[str, Any], fds: list[int], *, 
     connection.sendmsg([json.dumps(message).encode()], rights, flags | socket.MSG_NOSIGNAL)
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """One message and its fds; None at the end of the stream.
+def receive(connection: socket.socket, *, peek: bool = False) -> tuple[dict[str, Any] | None, list[int]]:
+    """One message and its fds; None at the end of the stream. Peeking leaves it there, and gives copies of the fds.
 
     Raises:
         HandleMismatch: the peer speaks something else.
     """
-    data, fds, flags, _ = socket.recv_fds(connection, _MAX_HELLO_BYTES, MAX_SEGMENTS + 2, socket.MSG_CMSG_CLOEXEC)
+    wanted = socket.MSG_CMSG_CLOEXEC | (socket.MSG_PEEK if peek else 0)
+    # Not socket.recv_fds, which in many releases forgets the flags: the fds would leak into every subprocess.
+    data, ancillary, flags, _ = connection.recvmsg(_MAX_HELLO_BYTES, socket.CMSG_LEN((MAX_SEGMENTS + 2) * 4), wanted)
+    fds = [fd for _, kind, rights in ancillary if kind == socket.SCM_RIGHTS for fd in _unpacked(rights)]
     if not data:
         close_all(fds)
         return None, []
@@ -81,6 +84,10 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]
             "the other end of the attach socket does not speak Arena's hand-shake", found=str(error)
         ) from error
     return message, fds
+
+
+def _unpacked(rights: bytes) -> list[int]:
+    return array("i", rights[: len(rights) // 4 * 4]).tolist()
 
 
 def close_all(fds: list[int]) -> None:
