@@ -14,7 +14,7 @@ The writer's end is here; a reader's is `arena.borrow`.
 
 from __future__ import annotations
 
-from collections import deque
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -104,7 +104,7 @@ class PoolLimits:
 
 
 class BlockPool:
-    """The writer's arena. Not thread-safe: the endpoint's lock guards it; callbacks only append to a deque."""
+    """The writer's arena. Not thread-safe: the endpoint's lock guards it. A tensor's death leaves a dead reference."""
 
     def __init__(
         self,
@@ -124,8 +124,7 @@ class BlockPool:
         self._entries: dict[int, Block] = {}
         self._free_entries: list[int] = []
         self._next_entry = 0
-        self._exported: set[Block] = set()  # those that a tensor of the writer's lives on
-        self._dropped: deque[Block] = deque()  # those whose tensor has died since
+        self._exported: dict[Block, weakref.ref[object]] = {}  # those that a tensor of the writer's lives on
         self.used_bytes = 0
         self.used_max_bytes = 0
         self.size_bytes = 0
@@ -169,15 +168,10 @@ class BlockPool:
         self._move(block, "drop")
 
     def export(self, block: Block) -> memoryview:
-        """The block's bytes for a tensor of the writer's; the tensor's death drops the block."""
-        mapping = block.segment.segment.mapping
-        args = (self._dropped, self._exported, block, memory.fork_epoch())
-        try:
-            self._exported.add(block)
-            return mapping.export(block.offset, block.nbytes, _append_unless_forked, *args)
-        except BaseException:
-            self._exported.discard(block)
-            raise
+        """The block's bytes for a tensor of the writer's; after the tensor's death `collect` drops the block."""
+        view, owner = block.segment.segment.mapping.exported(block.offset, block.nbytes)
+        self._exported[block] = weakref.ref(owner)
+        return view
 
     def find(self, address: int, nbytes: int) -> tuple[Block, int] | None:
         """The block that an address range of this process lies in, and the offset in its segment."""
@@ -226,12 +220,9 @@ class BlockPool:
 
     def collect(self) -> None:
         """Take back what readers gave back, what the dead held, and what the writer's own tensors left."""
-        while self._dropped:
-            block = self._dropped[0]
-            if block in self._exported:
-                self._exported.discard(block)
-                self.drop(block)
-            self._dropped.popleft()
+        for block in [block for block, tensor in self._exported.items() if tensor() is None]:
+            del self._exported[block]
+            self.drop(block)
         for hold in [hold for hold in self._outstanding.values() if self._is_back(hold)]:
             self._count_reclaimed(hold)
             self.unhold(hold)
@@ -299,8 +290,7 @@ class BlockPool:
         self.segments = []
         self._outstanding = {}
         self._entries = {}
-        self._exported.clear()  # in place: the callbacks look into it
-        self._dropped.clear()
+        self._exported = {}
         self._hand_over = _nowhere  # the callback holds the queue, which should go with its last reference
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
@@ -421,8 +411,3 @@ class BlockPool:
 
 def _nowhere(new: PoolSegment) -> bool:
     return False
-
-
-def _append_unless_forked(dropped: deque[Block], exported: set[Block], block: Block, epoch: int) -> None:
-    if epoch == memory.fork_epoch() and block in exported:
-        dropped.append(block)

@@ -5,13 +5,16 @@ then. If it has not, an interrupt struck: the frame will be taken again, and wit
 the store to `consumed`, from which on a message's holds are in its reader's hands; no interrupt can tear that.
 
 The callback runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock. So it is one look
-and one aligned store, and the writer looks for it when it next needs room.
+and one aligned store, and the writer looks for it when it next needs room. An interrupt within it is lost, and with it
+the store (Python reports what a callback raises, and goes on); `sweep` makes up for that.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 from arena import memory
 from arena.errors import CorruptFrame
@@ -47,8 +50,19 @@ class Borrower:
         """
         number, offset, nbytes, hold, generation = words
         self._check_hold(hold, generation)
-        where = (self._consumed, sequence, self._returned, hold, generation, memory.fork_epoch())
-        return self._mapping(number).export(offset, nbytes, _give_back, *where)
+        view, owner = self._mapping(number).exported(offset, nbytes)
+        lease = _Lease(owner, _give_back)
+        lease.consumed, lease.sequence = self._consumed, sequence
+        lease.returned, lease.hold, lease.generation = self._returned, hold, generation
+        lease.epoch = memory.fork_epoch()
+        _leases[id(lease)] = lease
+        return view
+
+    def sweep(self) -> None:
+        """Give back what died while an interrupt kept the callback from doing it."""
+        for lease in list(_leases.values()):
+            if lease.returned is self._returned and lease() is None:
+                _give_back(lease)
 
     def close(self) -> None:
         """Let the segments go. Views of them stay valid, and the memory goes with the last one that dies."""
@@ -82,7 +96,28 @@ class Borrower:
         return mapping
 
 
-def _give_back(consumed: Words, sequence: int, returned: Words, hold: int, generation: int, epoch: int) -> None:
-    if epoch == memory.fork_epoch() and consumed[0] > sequence:
+class _Lease(weakref.ref[Any]):
+    """A weak reference to the views of one hold, with all that giving it back takes, and nothing else."""
+
+    __slots__ = ("consumed", "epoch", "generation", "hold", "returned", "sequence")
+
+    consumed: Words
+    sequence: int
+    returned: Words
+    hold: int
+    generation: int
+    epoch: int
+
+
+_leases: dict[int, _Lease] = {}
+"""Every lease not given back yet: a view may outlive its reader, and a weak reference must be kept to fire."""
+
+
+def _give_back(lease: _Lease) -> None:
+    if lease.epoch != memory.fork_epoch():
+        return  # a forked child's copy: neither its to give back, nor mapped here
+    # A later hold of this number may be back already: our own word never goes down.
+    if lease.consumed[0] > lease.sequence and lease.returned[lease.hold] < lease.generation:
         # SYNC POINT block-reusable (publish): the last view is dead before this store is seen
-        returned[hold] = generation
+        lease.returned[lease.hold] = lease.generation
+    _leases.pop(id(lease), None)

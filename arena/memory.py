@@ -240,11 +240,16 @@ class Mapping:
         The view is writable for torch's sake, which refuses read-only buffers; the mapping is what protects
         the bytes. The callback runs wherever the last reference dies, so it must not block, lock or raise.
         """
+        view, owner = self.exported(offset, nbytes)
+        weakref.finalize(owner, on_death, *args).atexit = False
+        return view
+
+    def exported(self, offset: int, nbytes: int) -> tuple[memoryview, Any]:
+        """The same, and an object that dies with the last view: for whoever wants to hold a weak reference to it."""
         end = self._checked(offset, nbytes)
-        exported = self._buffer_type.from_address(self.address)
-        exported.mapped = self._root
-        weakref.finalize(exported, on_death, *args).atexit = False
-        return memoryview(exported).cast("B")[offset:end]
+        owner = self._buffer_type.from_address(self.address)
+        owner.mapped = self._root
+        return memoryview(owner).cast("B")[offset:end], owner
 
     def collapse(self, offset: int, nbytes: int) -> bool:
         """Back the range with huge pages, zeroed; False where the kernel can't (the range works all the same).

@@ -297,6 +297,7 @@ class Reader(MessageQueue):
         if self._closing:
             raise self._closed()
         self._state = Endpoint.WAITING
+        self._borrower.sweep()
         if self._log is not None:
             self._log.waiting(self._wanted, now_ns)
         if self._ring.writer[layout.WRITER_CLOSED]:
@@ -385,6 +386,7 @@ class Reader(MessageQueue):
             payload = borrowed[0].toreadonly()
         elif kind == layout.KIND_FRAGMENT:
             payload = self._assembly.whole()
+        self._borrower.sweep()
         table = read_table(payload)
         views: dict[HoldWords, memoryview] = {}
         for hold in table.holds:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -284,7 +283,7 @@ def test_a_closed_queue_that_somebody_still_refers_to_keeps_no_tensor_memory(run
 
 
 def _size(line: str) -> int:
-    start, _, end = line.split()[0].partition("-")
+    start, _, end = line.split(maxsplit=1)[0].partition("-")
     return int(end, 16) - int(start, 16)
 
 
@@ -305,10 +304,9 @@ def come_and_go(here: Here, times: int) -> None:
     """Both ends of queue after queue, each with a tensor in it that is dropped late."""
     kept = []
     for _ in range(times):
-        with MessageQueue(1, config=QueueConfig(segment_bytes=1 << 20)) as queue:
-            with MessageQueue.create_from_handle(queue.export_handle(), 0) as reader:
-                queue.enqueue(torch.zeros(1 << 17))
-                kept.append(reader.dequeue(timeout=5))
+        with queue_of(1, segment_bytes=1 << 20) as queue, this_process_reads(queue) as reader:
+            queue.enqueue(torch.zeros(1 << 17))
+            kept.append(reader.dequeue(timeout=5))
     kept.clear()
 
 
@@ -525,10 +523,3 @@ def test_the_same_tensor_in_two_messages_is_free_when_both_are_done_with(fleet):
             assert not can_lend(queue, nbytes)
             reader.call(hand.drop, name)
         assert can_lend(queue, nbytes)
-
-
-def test_signals_and_timeouts_of_this_file_left_no_process(fleet):
-    worker = fleet.start()
-    worker.freeze()
-    os.kill(worker.pid, signal.SIGKILL)
-    assert worker.wait_end() == -signal.SIGKILL

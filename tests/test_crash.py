@@ -525,24 +525,26 @@ def damaged(here: Here, kind: str, seed: int) -> list[str]:
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # a damaged length must not take the host's memory
     chance = random.Random(seed)
     config = QueueConfig(slots=8, slot_bytes=4096, max_arena_bytes=1 << 20, segment_bytes=1 << 20)
-    with MessageQueue(1, config=config) as queue:
-        with MessageQueue.create_from_handle(queue.export_handle(), 0) as reader:
-            queue.enqueue(DAMAGED_MESSAGES[seed % len(DAMAGED_MESSAGES)])
-            ring = queue._segment.mapping.view()
-            control = reader._ring.control
-            DAMAGE[kind](ring, control, chance)
-            outcomes = []
-            for _ in range(3):
-                try:
-                    outcomes.append("a message" if reader.dequeue(timeout=0.05) is not None else "None")
-                except ArenaError as error:
-                    outcomes.append(type(error).__name__)
-                try:
-                    queue.enqueue("another", timeout=0.05)
-                except ArenaError as error:
-                    outcomes.append(f"writer: {type(error).__name__}")
-            queue.statistics(), reader.statistics(), repr(queue), repr(reader)
-            return outcomes
+    with (
+        MessageQueue(1, config=config) as queue,
+        MessageQueue.create_from_handle(queue.export_handle(), 0) as reader,
+    ):
+        queue.enqueue(DAMAGED_MESSAGES[seed % len(DAMAGED_MESSAGES)])
+        ring = queue._segment.mapping.view()
+        control = reader._ring.control
+        DAMAGE[kind](ring, control, chance)
+        outcomes = []
+        for _ in range(3):
+            try:
+                outcomes.append("a message" if reader.dequeue(timeout=0.05) is not None else "None")
+            except ArenaError as error:
+                outcomes.append(type(error).__name__)
+            try:
+                queue.enqueue("another", timeout=0.05)
+            except ArenaError as error:
+                outcomes.append(f"writer: {type(error).__name__}")
+        queue.statistics(), reader.statistics(), repr(queue), repr(reader)
+        return outcomes
 
 
 DAMAGED_MESSAGES: list[Any] = [

@@ -1,5 +1,6 @@
 """Queues over a process group: three processes and gloo."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from arena import MessageQueue, QueueConfig
+from arena import MessageQueue
 from arena.errors import InvalidArgument, QueueTimeout, RunDirectoryError
 from tests.support.fleet import Fleet, Here, Worker
 
@@ -89,9 +90,9 @@ def test_a_writer_outside_the_group_is_refused_everywhere(ranks, writer_rank):
 
 
 def fails(here: Here, rank: int, run_dir: str) -> tuple[str, str]:
+    os.environ["ARENA_RUN_DIR"] = run_dir
     try:
-        config = QueueConfig(run_dir=run_dir)
-        MessageQueue.create_from_process_group(None, writer_rank=0, config=config, timeout=20)
+        MessageQueue.create_from_process_group(None, writer_rank=0, timeout=20)
     except RunDirectoryError as error:
         return type(error).__name__, str(error)
     return "made", ""

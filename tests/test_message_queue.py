@@ -591,7 +591,7 @@ def test_threads_share_a_reader_and_each_message_goes_to_one_of_them(pair):
     for _ in threads:
         queue.enqueue(-1, timeout=20)
     taken = [outcome_of(*thread) for thread in threads]
-    assert sorted(sum(taken, [])) == list(range(400))
+    assert sorted(itertools.chain(*taken)) == list(range(400))
     assert all(one == sorted(one) for one in taken)
 
 

@@ -159,12 +159,14 @@ def test_two_queues_of_one_name_live_side_by_side(run_dir):
     assert list(run_dir.iterdir()) == []
 
 
-def test_a_run_directory_too_deep_for_a_socket_address_works(run_dir, fleet):
+def test_a_run_directory_too_deep_for_a_socket_address_works(run_dir, fleet, monkeypatch):
     deep = run_dir
     for _ in range(8):
         deep = deep / ("d" * 40)
         deep.mkdir(mode=0o700)
-    with MessageQueue(1, config=QueueConfig(run_dir=str(deep))) as queue:
+    monkeypatch.setenv("ARENA_RUN_DIR", str(deep))
+    with MessageQueue(1) as queue:
+        assert len(f"{queue.export_handle().directory}/attach") > 300
         (worker,) = fleet.readers(queue)
         queue.enqueue("down here")
         assert worker.call(hand.dequeue) == "down here"
