@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from arena.config import QueueConfig, check_timeout
 from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
@@ -386,6 +386,11 @@ class MessageQueue:
     def _warn(self, text: str) -> None:
         if self._on_warning is not None:
             self._on_warning(text)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"queue {self.name!r} can't be pickled; send what export_handle() gives, and attach with create_from_handle"
+        )
 
     def __enter__(self) -> MessageQueue:
         return self

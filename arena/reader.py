@@ -30,7 +30,7 @@ from arena.layout import KIND_INLINE, WRITER_PARKED
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.observe import ReaderLog
-from arena.peers import Attachment, Handle, signal_name
+from arena.peers import Attachment, Handle
 from arena.probe import Probe, Role, hooks
 from arena.probe.directory import reader_page, remove_dead_pages, remove_if_empty
 from arena.probe.page import L_SEQUENCE
@@ -173,11 +173,14 @@ class Reader(MessageQueue):
         segment.mapping.populate(0, geometry.ring_bytes)
         return segment.mapping
 
-    def _make_probe(self) -> Probe:
+    def _make_probe(self) -> Probe | None:
         about = {"queue": self.name, "instance": self._handle.instance, "n_reader": self._handle.n_reader}
         remove_dead_pages(self._directory, self.rank, keep=1)
         path = reader_page(self._directory, self.rank, os.getpid(), secrets.token_hex(3))
-        return Probe(path, Role.READER, rank=self.rank, n_reader=self._handle.n_reader, slots=0, about=about)
+        try:
+            return Probe(path, Role.READER, rank=self.rank, n_reader=self._handle.n_reader, slots=0, about=about)
+        except FileNotFoundError:
+            return None  # the writer has shut down meanwhile; what it published is there to be read all the same
 
     def _take_place(self) -> bool:
         """Start at the first sequence that this incarnation takes part in, once the writer has said which."""
@@ -271,26 +274,30 @@ class Reader(MessageQueue):
     def _wait(self, sequence: int, deadline_ns: int | None) -> int:
         """Wait for a frame; returns when it was seen."""
         self._wanted = sequence
-        try:
-            if not self._park(sequence, deadline_ns):
-                raise self._timed_out(sequence)
-        finally:
-            if self._state is Endpoint.WAITING:
-                self._state = move(self._state, "proceed")
-                if self._log is not None:
-                    self._log.proceeding()
+        if not self._park(sequence, deadline_ns):
+            raise self._timed_out(sequence)
         return self._waiter.ended_ns
 
     def _park(self, sequence: int, deadline_ns: int | None) -> bool:
-        return self._waiter.park(
-            self._published,
-            sequence,
-            futex=self._published_futex,
-            parked=self._parked,
-            code=1,
-            look=self._look,
-            deadline_ns=deadline_ns,
-        )
+        try:
+            return self._waiter.park(
+                self._published,
+                sequence,
+                futex=self._published_futex,
+                parked=self._parked,
+                code=1,
+                look=self._look,
+                deadline_ns=deadline_ns,
+            )
+        finally:
+            self._proceed()
+
+    def _proceed(self) -> None:
+        """A wait is over, one way or another."""
+        if self._state is Endpoint.WAITING:
+            self._state = move(self._state, "proceed")
+            if self._log is not None:
+                self._log.proceeding()
 
     def _look(self, now_ns: int) -> None:
         """While waiting: be seen to live, and see whether the writer does."""
@@ -305,12 +312,12 @@ class Reader(MessageQueue):
                 QueueClosed(f"queue {self.name!r} was shut down by its writer, and everything in it has been taken")
             )
         elif self._attachment.process.is_alive() is False:
-            signal = self._attachment.process.signal()
+            process = self._attachment.process
             self._raise_unless_published(
                 PeerDied(
-                    f"the writer of queue {self.name!r} died ({signal_name(signal)})",
-                    pid=self._attachment.process.who.pid,
-                    signal=signal,
+                    f"the writer of queue {self.name!r} died ({process.ending()})",
+                    pid=process.who.pid,
+                    signal=process.signal(),
                     expected="the writer to shut the queue down when it is done",
                     found="its process gone; everything it published has been taken",
                     remedy="shut this end down; start the writer anew and attach to its new queue",
@@ -428,21 +435,20 @@ class Reader(MessageQueue):
     def wait_until_ready(self, timeout: float | None = None) -> None:
         deadline_ns = deadline_after(check_timeout(timeout))
         self._refuse_forked()
-        while not self._ring.writer[layout.READY]:
-            if self._closing:
-                self._refuse_use()
-            self._wanted = self._published[0]
-            self._look(_monotonic_ns())
-            if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
-                raise QueueTimeout(
-                    f"not every reader of queue {self.name!r} has attached",
-                    expected=f"{self._handle.n_reader} readers",
-                    found="fewer; the writer's wait_until_ready names them",
-                    remedy="see whether all workers started and were given the handle",
-                )
-            time.sleep(0.005)
-        if self._state is Endpoint.WAITING:
-            self._state = move(self._state, "proceed")
+        try:
+            while not self._ring.writer[layout.READY]:
+                self._wanted = self._published[0]
+                self._look(_monotonic_ns())
+                if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
+                    raise QueueTimeout(
+                        f"not every reader of queue {self.name!r} has attached",
+                        expected=f"{self._handle.n_reader} readers",
+                        found="fewer; the writer's wait_until_ready names them",
+                        remedy="see whether all workers started and were given the handle",
+                    )
+                time.sleep(0.005)
+        finally:
+            self._proceed()
 
     def statistics(self) -> Statistics:
         self._refuse_forked()

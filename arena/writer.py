@@ -20,12 +20,12 @@ from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.observe import WriterLog
-from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, signal_name
+from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
 from arena.probe.page import L_SEQUENCE
 from arena.ring import WriterRing
-from arena.state import Endpoint, move
+from arena.state import Endpoint, Peer, move
 from arena.state import Message as MessageState
 from arena.wait import Waiter, deadline_after
 
@@ -505,15 +505,15 @@ class Writer(MessageQueue):
             raise self._nobody_left()
 
     def _died(self, seat: Seat) -> PeerDied:
-        signal = seat.process.signal() if seat.process is not None else None
+        process, lag = seat.process, max(0, self._published[0] - seat.consumed)
         return PeerDied(
-            f"{seat.describe()} of queue {self.name!r} died ({signal_name(signal)})",
+            f"{seat.describe()} of queue {self.name!r} died ({process.ending() if process else 'before it attached'})",
             rank=seat.rank,
             pid=seat.pid,
-            signal=signal,
-            expected="every reader to live until it leaves",
-            found=f"its process gone at lag {max(0, self._published[0] - seat.consumed)}",
-            remedy="nothing was sent; the next enqueue goes on without it, and a new process may attach as this rank",
+            signal=process.signal() if process is not None else None,
+            expected="every reader to live until it leaves with shutdown()",
+            found=f"its process gone, {lag} published frames never taken",
+            remedy="this message was not sent; the next enqueue goes on without it, a new process may take its rank",
         )
 
     def _nobody_left(self) -> NoReader:
@@ -571,6 +571,8 @@ class Writer(MessageQueue):
         return obj
 
     def export_handle(self) -> Handle:
+        if self._closing:
+            raise self._closed()
         return self._handle
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
@@ -578,7 +580,7 @@ class Writer(MessageQueue):
         self._refuse_forked()
         while not self._roster.everyone_came.wait(0.05):
             if self._closing:
-                self._refuse_use()
+                raise self._closed()
             if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
                 missing = self._roster.missing()
                 raise QueueTimeout(
@@ -632,9 +634,10 @@ class Writer(MessageQueue):
         published = self._published[0]
         consumed = [seat.consumed for seat in self._roster.counted]
         low, high = (min(consumed), max(consumed)) if consumed else (published, published)
+        attached = sum(seat.state is Peer.ATTACHED for seat in self._roster.seats)
         return (
             f"<MessageQueue {self.name!r} writer, {self._state_name()}: consumed {low}..{high} <= "
-            f"published {published} <= {low} + {self._ring.slots} slots, {len(consumed)} of {self.n_reader} readers, "
+            f"published {published} <= {low} + {self._ring.slots} slots, {attached} of {self.n_reader} attached, "
             f"arena {self._pool.used_bytes >> 20}/{self._pool.size_bytes >> 20} MiB>"
         )
 

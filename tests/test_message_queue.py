@@ -559,6 +559,41 @@ def test_wait_until_ready_counts_a_reader_that_came_and_went(run_dir):
             reader.wait_until_ready(timeout=5)
 
 
+def test_wait_until_ready_ends_at_both_ends_when_they_are_shut_down(run_dir):
+    queue = MessageQueue(2)
+    reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
+    for endpoint in (reader, queue):
+        waiting = in_thread(endpoint.wait_until_ready)
+        eventually(lambda waiting=waiting: waiting[0].is_alive())
+        with within(5):
+            endpoint.shutdown()
+            assert isinstance(outcome_of(*waiting), QueueClosed)
+
+
+def test_an_endpoint_is_working_again_after_a_wait_however_it_ended(pair):
+    queue, reader = pair(slots=2)
+    other = MessageQueue(2)
+    half = MessageQueue.create_from_handle(other.export_handle(), 0)
+    fill(queue, 2)
+    for wait, endpoint in (
+        (lambda: queue.enqueue("full", timeout=0.05), queue),
+        (lambda: [reader.dequeue(timeout=0.05) for _ in range(3)], reader),
+        (lambda: half.wait_until_ready(timeout=0.05), half),
+    ):
+        with pytest.raises(QueueTimeout):
+            wait()
+        assert endpoint.statistics().state == "working"
+    half.shutdown()
+    joiner = MessageQueue.create_from_handle(other.export_handle(), 0)
+    waiting = in_thread(joiner.dequeue)
+    eventually(lambda: joiner.statistics().state == "waiting")
+    other.enqueue("next")
+    assert outcome_of(*waiting) == "next"
+    assert joiner.statistics().state == "working"
+    joiner.shutdown()
+    other.shutdown()
+
+
 def wait_until_ready(here: hand.Here, timeout: float) -> None:
     here.queue.wait_until_ready(timeout=timeout)
 

@@ -5,6 +5,7 @@ import gc
 import itertools
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -33,7 +34,7 @@ from arena.errors import (
 )
 from arena.probe import collect_garbage, pages
 from tests.support import fleet as hand
-from tests.support.fleet import Fleet, Here, arena_maps, eventually, open_fds, within
+from tests.support.fleet import Fleet, Here, arena_maps, cpu_seconds, eventually, open_fds, within
 
 pytestmark = pytest.mark.usefixtures("run_dir")
 
@@ -523,6 +524,36 @@ def test_a_flood_of_strangers_that_hang_up_at_once_is_survived(queue):
             pass
     eventually(lambda: len(open_fds()) <= before)
     still_serves(queue)
+
+
+def use_up_descriptors(here: Here) -> None:
+    """Leave none."""
+    here.limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(open_fds()) + 1, here.limit[1]))
+    here.wasted = []
+    with contextlib.suppress(OSError):
+        while True:
+            here.wasted.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def free_descriptors(here: Here) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, here.limit)
+    for fd in here.wasted:
+        os.close(fd)
+
+
+def test_a_writer_out_of_descriptors_lets_readers_wait_and_burns_no_cpu(fleet):
+    writer, reader = fleet.start(), fleet.start()
+    handle = writer.call(hand.create, 1)
+    writer.call(use_up_descriptors)
+    spent = cpu_seconds(writer.pid)
+    with pytest.raises(QueueTimeout, match="did not answer"):
+        reader.call(hand.attach, handle, 0, timeout=0.5)
+    assert cpu_seconds(writer.pid) - spent < 0.25
+    writer.call(free_descriptors)
+    reader.call(hand.attach, handle, 0)
+    writer.call(hand.enqueue, "at last")
+    assert reader.call(hand.dequeue) == "at last"
 
 
 # ── fork ─────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,17 @@ def test_the_table_of_rooms_names_every_module():
     modules = {path.name for path in (ROOT / "arena").glob("*.py")} - {"__init__.py"}
     packages = {f"{path.parent.name}/" for path in (ROOT / "arena").glob("*/__init__.py")}
     assert {name for name in modules | packages if f"{name}`" not in rooms} == set()
+
+
+def test_the_example_runs_as_it_stands(tmp_path, run_dir):
+    example = re.search(r"<!-- example -->\n```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert example
+    script = tmp_path / "example.py"
+    script.write_text(example.group(1))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=100, env=environment
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.splitlines() == [f"worker 0: step {step}, {step * 1000000}" for step in range(3)]
+    assert list(run_dir.iterdir()) == []

@@ -15,7 +15,7 @@ can have been reused in between. File locks would not do: a forked child of the 
 from __future__ import annotations
 
 from arena.peers.attachment import Attachment
-from arena.peers.process import Process, signal_name
+from arena.peers.process import Process
 from arena.peers.roster import Roster, Seat
 from arena.peers.server import AttachServer
 from arena.peers.wire import MAGIC, MAX_SEGMENTS, PROTOCOL, Handle
@@ -30,5 +30,4 @@ __all__ = [
     "Process",
     "Roster",
     "Seat",
-    "signal_name",
 ]

@@ -20,13 +20,13 @@ _PIDFD_INFO_EXIT: Final = 1 << 3
 class Process:
     """A peer's process, watched through a pidfd where there is one."""
 
-    __slots__ = ("_fd", "_poll", "_seen_dead", "_signal", "who")
+    __slots__ = ("_fd", "_poll", "_seen_dead", "_status", "who")
 
     def __init__(self, who: Identity, fd: int | None) -> None:
         self.who = who
         self._fd = fd
         self._seen_dead = False
-        self._signal: int | None = None  # what ended it, once the pidfd is given back
+        self._status: int | None = None  # how it ended, once the pidfd is given back
         self._poll = select.poll()
         if fd is not None:
             self._poll.register(fd, select.POLLIN)
@@ -56,27 +56,43 @@ class Process:
         return alive
 
     def signal(self) -> int | None:
-        """The signal that ended it; None where the kernel can't tell: reaped already, before Linux 6.15."""
-        if self._fd is None:
-            return self._signal
-        try:
-            status = os.waitid(os.P_PIDFD, self._fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except OSError:  # not a child of ours
-            # Its parent may reap it between the two looks, so look once more.
-            fd = self._fd
-            return _signal_from_kernel(fd) or _signal_of_zombie(self.who) or _signal_from_kernel(fd)
-        if status is None or status.si_code not in (os.CLD_KILLED, os.CLD_DUMPED):
-            return None
-        return status.si_status
+        """The signal that ended it; None where there was none, or the kernel can't tell: see `ending`."""
+        status = self._wait_status()
+        return os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
+
+    def ending(self) -> str:
+        """How it ended, in words. Reaped already and a kernel before Linux 6.15: nobody can tell any more."""
+        status = self._wait_status()
+        if status is None:
+            return "an unknown cause"
+        if os.WIFSIGNALED(status):
+            return _signal_name(os.WTERMSIG(status))
+        return f"it exited with status {os.WEXITSTATUS(status)} and without shutdown()"
 
     def close(self) -> None:
         """Give the pidfd back."""
         if self._seen_dead:
-            self._signal = self.signal()
+            self._status = self._wait_status()
         fd, self._fd = self._fd, None
         if fd is not None:
             self._poll.unregister(fd)
             os.close(fd)
+
+    def _wait_status(self) -> int | None:
+        """As wait(2) gives it."""
+        fd = self._fd
+        if fd is None:
+            return self._status
+        try:
+            ended = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except OSError:  # not a child of ours; its parent may reap it between two looks, so look once more
+            for status in (_status_from_kernel(fd), _status_of_zombie(self.who), _status_from_kernel(fd)):
+                if status is not None:
+                    return status
+            return None
+        if ended is None:
+            return None
+        return ended.si_status << 8 if ended.si_code == os.CLD_EXITED else ended.si_status
 
 
 def _peer_pidfd(connection: socket.socket, who: Identity) -> int | None:
@@ -99,7 +115,7 @@ def _peer_pidfd(connection: socket.socket, who: Identity) -> int | None:
     return fd
 
 
-def _signal_from_kernel(fd: int) -> int | None:
+def _status_from_kernel(fd: int) -> int | None:
     """The exit status that Linux 6.15 and later tells anybody who holds a pidfd (PIDFD_GET_INFO)."""
     size = 64
     info = bytearray(struct.pack("=Q", _PIDFD_INFO_EXIT).ljust(size, b"\0"))
@@ -111,11 +127,10 @@ def _signal_from_kernel(fd: int) -> int | None:
     mask = struct.unpack_from("=Q", info, 0)[0]
     if not mask & _PIDFD_INFO_EXIT:
         return None
-    status = struct.unpack_from("=i", info, 60)[0]
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    return int(struct.unpack_from("=i", info, 60)[0])
 
 
-def _signal_of_zombie(who: Identity) -> int | None:
+def _status_of_zombie(who: Identity) -> int | None:
     """The same from /proc, which tells it until the process is reaped."""
     if who.pid_namespace != identity().pid_namespace:
         return None
@@ -126,7 +141,7 @@ def _signal_of_zombie(who: Identity) -> int | None:
     state, start_ticks, status = fields[0], int(fields[19]), int(fields[49])
     if state not in (b"Z", b"X") or start_ticks != who.start_ticks:
         return None
-    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    return status
 
 
 def credentials(connection: socket.socket) -> tuple[int, int, int]:
@@ -136,10 +151,7 @@ def credentials(connection: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-def signal_name(number: int | None) -> str:
-    """`SIGKILL` for 9; words for what is not known."""
-    if number is None:
-        return "an unknown cause"
+def _signal_name(number: int) -> str:
     try:
         return _signal.Signals(number).name
     except ValueError:

@@ -23,6 +23,7 @@ from arena.probe import Identity
 
 _HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 512
+_PAUSE_S: Final = 0.02
 _WORD_MASK: Final = (1 << 64) - 1
 
 
@@ -114,6 +115,7 @@ class AttachServer:
         try:
             connection, _ = self._listener.accept()
         except OSError:
+            time.sleep(_PAUSE_S)  # it hung up, or we are out of descriptors and would be asked again at once
             return
         if credentials(connection)[1] != os.getuid():
             connection.close()
