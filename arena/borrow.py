@@ -114,8 +114,8 @@ _leases: dict[int, _Lease] = {}
 
 
 def _give_back(lease: _Lease) -> None:
-    if lease.epoch != memory.fork_epoch():
-        return  # a forked child's copy: neither its to give back, nor mapped here
+    if getattr(lease, "epoch", None) != memory.fork_epoch():
+        return  # a forked child's copy, neither its to give back nor mapped here; or interrupted before it was written
     # A later hold of this number may be back already: our own word never goes down.
     if lease.consumed[0] > lease.sequence and lease.returned[lease.hold] < lease.generation:
         # SYNC POINT block-reusable (publish): the last view is dead before this store is seen

@@ -312,6 +312,8 @@ class Reader(MessageQueue):
                 QueueClosed(f"queue {self.name!r} was shut down by its writer, and everything in it has been taken")
             )
         elif self._attachment.process.is_alive() is False:
+            if self._closing:  # another thread shuts us down, and has let go of what we just looked at
+                raise self._closed()
             process = self._attachment.process
             self._raise_unless_published(
                 PeerDied(
