@@ -58,6 +58,12 @@ class Borrower:
         _leases[id(lease)] = lease
         return view
 
+    def prefault(self, numbers: list[int]) -> None:
+        """Map these segments now, with all their pages, rather than when a frame first names them."""
+        for number in numbers:
+            mapping = self._mapping(number)
+            mapping.populate(0, mapping.nbytes)
+
     def sweep(self) -> None:
         """Give back what died while an interrupt kept the callback from doing it."""
         for lease in list(_leases.values()):

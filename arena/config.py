@@ -32,7 +32,8 @@ class QueueConfig:
         views: what readers get of a tensor in the arena. "readonly": zero-copy, an in-place write is a
             segmentation fault (numpy arrays refuse it properly); "shared": zero-copy and writable, one reader's
             write is everybody's; "private": a writable copy of each reader's own.
-        prefault: make the first segment, and every later one, with all its pages at once.
+        prefault: make the first segment at the start, and every segment with all its pages at once; readers map what
+            is there when they attach.
         huge_pages: back large blocks with huge pages where the kernel can (MADV_COLLAPSE).
         on_reader_death: "raise" tells the writer once per death, before it sends; "continue" only counts it.
         probes: keep a probe page for telemetry.

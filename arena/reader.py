@@ -106,6 +106,8 @@ class Reader(MessageQueue):
             geometry.max_holds,
             views=handle.views,
         )
+        if handle.prefault:
+            self._borrower.prefault(self._attachment.segments())
         self._waiter = Waiter(handle.n_reader + 1)
         self._spin = self._waiter.spin
         self._writer_words = self._ring.writer

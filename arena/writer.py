@@ -194,6 +194,7 @@ class Writer(MessageQueue):
             views=self.config.views,
             max_message_bytes=self.config.max_message_bytes,
             max_arena_bytes=self.config.max_arena_bytes,
+            prefault=self.config.prefault,
             probes=self.config.probes,
         )
 

@@ -61,6 +61,10 @@ class Attachment:
                 return None
         return self._segments[number]
 
+    def segments(self) -> list[int]:
+        """The segments handed over with the answer that are not mapped yet."""
+        return list(self._segments)
+
     def drop_segment(self, number: int) -> None:
         """Close the fd: the segment is mapped."""
         known = self._segments.pop(number, None)

@@ -38,6 +38,7 @@ class Handle:
     views: str
     max_message_bytes: int
     max_arena_bytes: int
+    prefault: bool
     probes: bool
 
     def check(self) -> None:
