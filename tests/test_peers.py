@@ -273,6 +273,15 @@ def test_a_joiner_that_waits_gets_the_very_next_message(fleet):
         assert taking.result() == "next"
 
 
+def test_what_is_sent_after_a_joiner_has_attached_is_for_the_joiner_too(run_dir):
+    with MessageQueue(1) as queue:
+        attached(queue, 0).shutdown()
+        for number in range(200):
+            with attached(queue, 0) as joiner:
+                queue.enqueue(number, timeout=5)
+                assert joiner.dequeue(timeout=5) == number
+
+
 def test_joiners_that_come_in_the_middle_of_a_stream_see_it_without_a_gap(fleet):
     config = QueueConfig(slots=8, on_reader_death="continue")
     with MessageQueue(2, config=config) as queue:

@@ -167,10 +167,10 @@ class AttachServer:
             except ArenaError:
                 process.close()
                 raise
+            self._on_attach()  # before the reader knows, so that the next message after its attach is one for it
             segments = self._segments()
             table = [[number, nbytes] for number, nbytes, _ in segments]
             send(connection, {"segments": table}, [fd for _, _, fd in segments])
-        self._on_attach()
 
     def _check_hello(self, message: dict[str, Any], fds: list[int]) -> None:
         expected = (MAGIC, PROTOCOL, self._handle.instance)

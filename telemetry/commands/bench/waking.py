@@ -60,5 +60,6 @@ class BareFutex(Contender):
         seen = self._words[1]
         while self._words[0] == seen:
             self._syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, None, None, 0)
-        self._words[1] = seen + 1
-        return pickle.loads(self._shared[64:])
+        obj = pickle.loads(self._shared[64:])
+        self._words[1] = seen + 1  # from here on the writer may overwrite it
+        return obj
