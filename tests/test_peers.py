@@ -274,12 +274,20 @@ def test_a_joiner_that_waits_gets_the_very_next_message(fleet):
 
 
 def test_what_is_sent_after_a_joiner_has_attached_is_for_the_joiner_too(run_dir):
-    with MessageQueue(1) as queue:
+    with MessageQueue(2) as queue, attached(queue, 1):
         attached(queue, 0).shutdown()
-        for number in range(200):
-            with attached(queue, 0) as joiner:
-                queue.enqueue(number, timeout=5)
-                assert joiner.dequeue(timeout=5) == number
+        queue.enqueue("nothing left to see to")
+        tell_the_writer = queue._server._on_attach
+
+        def tell_late() -> None:
+            """As where the attach thread loses the processor just then."""
+            time.sleep(0.3)
+            tell_the_writer()
+
+        queue._server._on_attach = tell_late
+        with attached(queue, 0) as joiner:
+            queue.enqueue("for you", timeout=5)
+            assert joiner.dequeue(timeout=5) == "for you"
 
 
 def test_joiners_that_come_in_the_middle_of_a_stream_see_it_without_a_gap(fleet):
