@@ -429,6 +429,51 @@ def test_ctrl_c_within_enqueue_loses_and_doubles_nothing_but_the_message_it_hit(
     assert writer.call(hand.statistics).fallbacks.keys() <= {"arena_full", "arena_fragmented", "holds_exhausted"}
 
 
+def lend_interrupted(here: Here, count: int, seed: int, longest_s: float) -> tuple[list[int], list[int]]:
+    """The same for tensors that are born in the arena; where there is no room, in ordinary memory."""
+    interrupts = Interrupts(seed, longest_s)
+    sent, torn = [], []
+    for number in range(count):
+        lent = None
+        try:
+            interrupts.arm()
+            with here.queue.lend((70_000,), torch.uint8, or_private=True) as lent:
+                lent.fill_(number % 251)
+                here.queue.enqueue([number, lent], timeout=30)
+            interrupts.armed = False
+            sent.append(number)
+        except KeyboardInterrupt:
+            torn.append(number)
+        except BaseException:
+            interrupts.armed = False
+            raise
+    del lent
+    here.queue.enqueue(None, timeout=30)
+    return sent, torn
+
+
+def take_lent(here: Here) -> list[int]:
+    taken = []
+    while (obj := here.queue.dequeue(timeout=30)) is not None:
+        assert obj[1].numel() == 70_000
+        assert bool((obj[1] == obj[0] % 251).all()), f"message {obj[0]} is not as it was sent"
+        taken.append(obj[0])
+    return taken
+
+
+@pytest.mark.parametrize("longest", LONGEST_S)
+def test_ctrl_c_around_a_lent_tensor_leaves_no_block_behind(fleet, longest):
+    writer, reader = fleet.start(), fleet.start()
+    reader.call(hand.attach, writer.call(hand.create, 1, **STORM), 0)
+    taking = reader.begin(take_lent)
+    sent, torn = writer.call(lend_interrupted, 1000, 3, LONGEST_S[longest])
+    taken = taking.result()
+    assert len(torn) > 20
+    assert taken == sorted(set(taken))
+    assert set(sent) <= set(taken) <= set(sent) | set(torn)
+    assert writer.call(accounts) == (0, 0)
+
+
 def take_interrupted(here: Here, seed: int, longest_s: float) -> tuple[list[int], int]:
     """Take messages until None, interrupting each call: the numbers that came, and how often a call was torn."""
     interrupts = Interrupts(seed, longest_s)
