@@ -198,7 +198,7 @@ class Mapping:
 
     __slots__ = ("__weakref__", "_buffer_type", "_root", "address", "nbytes", "writable")
 
-    def __init__(self, fd: int, nbytes: int, *, writable: bool, populate: bool = False) -> None:
+    def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         self.nbytes = nbytes
         self.writable = writable
         self.address = _map_aligned(fd, nbytes, writable=writable)
@@ -208,8 +208,6 @@ class Mapping:
         self._buffer_type = buffer_type
         self._root = buffer_type.from_address(self.address)
         weakref.finalize(self._root, _unmap, self.address, nbytes).atexit = False
-        if populate:
-            _libc.madvise(self.address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
         if writable:
             # A forked child must not be able to write a frame; see `_hold_inherited_ranges`.
             _libc.madvise(self.address, nbytes, _MADV_DONTFORK)

@@ -270,10 +270,14 @@ class Writer(MessageQueue):
             self._look_around()
 
     def _look_at(self, sequence: int, nbytes: int, began_ns: int, now_ns: int) -> None:
-        """Observe one small message closely."""
-        with self._lock:
+        """Observe one small message closely, unless another thread is in a call: nobody waits in order to observe."""
+        if not self._acquire(False):
+            return
+        try:
             if self._log is not None and self._state is Endpoint.WORKING:
                 self._log.small(sequence, nbytes, began_ns, now_ns)
+        finally:
+            self._release()
 
     def _look_around(self) -> None:
         """Now and then, with the message on its way: do all readers live? The next call sees to it if not."""

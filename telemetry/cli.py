@@ -75,7 +75,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """See into the data plane of an inference engine: what is live, who blocks whom, and what is left behind."""
+    """The data plane of an inference engine: watch it work, measure it, clear away what the dead left behind."""
 
 
 def _hand_on_to(part: Part) -> Callable[[typer.Context], None]:

@@ -13,7 +13,8 @@ Layout, in 64-bit words::
     ...    publish marks (writer) · block table (writer) · event ring · metadata (JSON)
 
 The hot path adds to the private list, which costs a third of adding to shared memory; so after a SIGKILL
-mid-burst up to 50 ms of histogram counts are missing. Live words are never late.
+mid-burst up to 50 ms of histogram counts are missing. Of the live words the sequence is never late; its time is that of
+the last message that was looked at (see `arena.observe`), and the writer has marks instead.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ H_TIME_NAMESPACE: Final = 20
 
 LIVE: Final = 32
 L_STATE: Final = LIVE + 0
-L_PROGRESS_NS: Final = LIVE + 1  # last sign of life: a message, a look while waiting, a heartbeat
+L_PROGRESS_NS: Final = LIVE + 1  # last sign of life besides messages: a look while waiting, its end, a heartbeat
 L_SEQUENCE: Final = LIVE + 2  # published (writer) or consumed (reader)
-L_SEQUENCE_NS: Final = LIVE + 3  # when that last moved
+L_SEQUENCE_NS: Final = LIVE + 3  # at a reader: when it took the last frame that was looked at
 L_WAIT_SINCE_NS: Final = LIVE + 4  # 0 when not waiting
 L_WAIT_SEQUENCE: Final = LIVE + 5  # the sequence that must be released (writer) or come (reader)
 L_WAIT_ON: Final = LIVE + 6  # 1 + the rank the writer sleeps on
