@@ -62,3 +62,14 @@ def charge_unfinished(
     excess_ns = ended_ns - max(moments, default=started_ns) if len(lags) == 1 else 0
     full_ns = min(moments, default=ended_ns) - started_ns if len(moments) + len(lags) == n_counted else 0
     return Charge(worst, ended_ns - started_ns, excess_ns, full_ns)
+
+
+def alone_since(started_ns: int, now_ns: int, released_ns: Mapping[int, int]) -> int:
+    """Since when one holder is the only one, in a wait that goes on: where its excess begins.
+
+    Args:
+        started_ns: when the writer began to wait.
+        now_ns: the time of the look.
+        released_ns: for each other rank that held the slot, when it released it.
+    """
+    return min(max((started_ns, *released_ns.values())), now_ns)

@@ -369,7 +369,11 @@ class BlockPool:
             self._probe.count(self._probe.word("holds_reclaimed_total", "reader_died"), len(dead))
 
     def _is_back(self, hold: Hold) -> bool:
-        return all(self._returned(hold, seat) for seat in hold.seats)
+        for seat in hold.seats:
+            # SYNC POINT block-reusable (observe): the reader's last access came before its store
+            if seat.returned[hold.number] != hold.generation and not self._returned(hold, seat):
+                return False
+        return True
 
     def _returned(self, hold: Hold, seat: Seat) -> bool:
         if self._given_back(hold, seat) or self._never_taken(hold, seat) or seat.state is Peer.DEAD:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from arena.blame import charge, charge_unfinished
+from arena.blame import alone_since, charge, charge_unfinished
 from arena.errors import QueueTimeout
 from arena.memory import Futex, Words
 from arena.observe import WriterLog
@@ -46,6 +46,7 @@ class Claim:
         "_waiter",
         "_warn",
         "log",
+        "waited_ns",
         "waiting",
     )
 
@@ -75,6 +76,7 @@ class Claim:
         self._stall_ns = int(min(stall_warning_s, 1e9) * 1e9)  # it may be infinite
         self.log: WriterLog | None = None
         self.waiting = False
+        self.waited_ns = 0  # by the last call of `wait`
 
     def wait(self, sequence: int, deadline_ns: int | None, *, first: bool) -> None:
         """Return once every counted reader has released the frame `slots` before `sequence`.
@@ -88,6 +90,7 @@ class Claim:
             QueueTimeout: says who holds the line.
         """
         floor = sequence - self._ring.slots
+        self.waited_ns = 0
         if self._pending(floor):
             self._block(floor, deadline_ns, first=first)
         consumed = [seat.consumed for seat in self._roster.counted]
@@ -113,7 +116,7 @@ class Claim:
             pending = self._pending(floor)
             self.waiting = True
             if self.log is not None:
-                self.log.waiting(floor, pending, now_ns)
+                self.log.waiting(floor, pending, now_ns, self._alone_since(floor, pending, holders, started_ns, now_ns))
             if not warned and now_ns - started_ns >= self._stall_ns:
                 warned = True
                 self._report_stall(floor, pending, now_ns - started_ns)
@@ -143,12 +146,26 @@ class Claim:
                 self.waiting = False
                 if self.log is not None:
                     self.log.proceeding()
-            self._charge(floor, started_ns, holders, n_counted)
+            ended_ns = _monotonic_ns()
+            self.waited_ns = ended_ns - started_ns
+            self._charge(floor, started_ns, ended_ns, holders, n_counted)
 
-    def _charge(self, floor: int, started_ns: int, holders: dict[int, Seat], n_counted: int) -> None:
+    def _alone_since(
+        self, floor: int, pending: list[Seat], holders: dict[int, Seat], started_ns: int, now_ns: int
+    ) -> int:
+        """Since when one reader alone holds the slot; 0 unless it is certain to be the one that gets charged.
+
+        It is not where another holder died: that one never released, and may be charged for it.
+        """
+        others = [seat for seat in holders.values() if seat not in pending]
+        if len(pending) != 1 or pending[0] not in holders.values() or any(seat.consumed <= floor for seat in others):
+            return 0
+        released_ns = {seat.rank: released_at(seat.released, floor, self._ring.slots) for seat in others}
+        return alone_since(started_ns, now_ns, released_ns)
+
+    def _charge(self, floor: int, started_ns: int, ended_ns: int, holders: dict[int, Seat], n_counted: int) -> None:
         if self.log is None:
             return
-        ended_ns = _monotonic_ns()
         lags = {rank: self._lag(seat) for rank, seat in holders.items() if seat.consumed <= floor}
         passed = [seat for rank, seat in holders.items() if rank not in lags]
         released_ns = {seat.rank: released_at(seat.released, floor, self._ring.slots) for seat in passed}
@@ -164,16 +181,35 @@ class Claim:
         return max(0, self._ring.published[0] - seat.consumed)
 
     def _timed_out(self, floor: int) -> QueueTimeout:
+        pending = self._pending(floor)
+        halted = any(seat.process is not None and seat.process.halted_by() for seat in pending)
+        advice = "let what is stopped go on (kill -CONT)" if halted else "see what that reader does (py-spy dump --pid)"
         return QueueTimeout(
-            f"queue {self._name!r} is full: {self._verdict(self._pending(floor))}",
+            f"queue {self._name!r} is full: {self._verdict(pending)}",
             expected=f"frame {floor} released by all {len(self._roster.counted)} readers",
             found=f"{self._ring.published[0]} published",
-            remedy="nothing was sent; see what that reader does (py-spy dump --pid), or allow more time",
+            remedy=f"nothing was sent; {advice}, or allow more time",
         )
 
     def _verdict(self, pending: list[Seat]) -> str:
         """Who holds the line, in the three words' sense: awaiting_readers."""
-        return "awaiting_readers " + ", ".join(f"{seat.describe()} lag {self._lag(seat)}" for seat in pending)
+        now_ns = _monotonic_ns()
+        return "awaiting_readers " + ", ".join(
+            f"{seat.describe()} lag {self._lag(seat)}{self._circumstances(seat, now_ns)}" for seat in pending
+        )
+
+    def _circumstances(self, seat: Seat, now_ns: int) -> str:
+        """What its process, and its own release times, tell of a reader that holds the line."""
+        if seat.process is None:
+            return ""
+        halted_by = seat.process.halted_by()
+        facts = [f"stopped by {halted_by}"] if halted_by else []
+        if seat.consumed > seat.first:
+            since_ns = now_ns - released_at(seat.released, seat.consumed - 1, self._ring.slots)
+            facts.append(f"took nothing for {max(0, since_ns) / 1e9:.1f} s")
+        else:
+            facts.append("has taken nothing yet")
+        return f" ({', '.join(facts)})"
 
     def _report_stall(self, floor: int, pending: list[Seat], waited_ns: int) -> None:
         if self.log is not None:

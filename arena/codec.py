@@ -13,17 +13,16 @@ together. A tensor whose elements are spread thin over its storage is gathered i
 
 from __future__ import annotations
 
-import ctypes
 import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from arena.errors import ArenaError, CorruptFrame, EncodeFailed
 from arena.layout import HOLD, HOLD_BYTES
-from arena.memory import copy_bytes, copy_from
+from arena.memory import copy_bytes, copy_from, view_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,42 +44,33 @@ HoldWords = tuple[int, int, int, int, int]
 
 # ── what a message consists of ───────────────────────────────────────────────────────────────────
 class Source:
-    """Bytes to be moved, from a plain buffer."""
+    """Bytes to be moved, from a plain buffer. `address` is None: only a tensor's bytes may lie in the arena already."""
 
-    __slots__ = ("_buffer", "nbytes")
+    __slots__ = ("_buffer", "address", "nbytes")
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self.nbytes = buffer.nbytes
-
-    @property
-    def address(self) -> int | None:
-        """Where a tensor's bytes lie, if they can be referred to in place."""
-        return None
+        self.address: int | None = None
 
     def write_to(self, target: memoryview) -> None:
         """The one copy."""
         copy_bytes(target, self._buffer)
 
     def piece(self) -> memoryview:
-        """The bytes in one piece, for a payload that is cut up."""
+        """The bytes in one piece, for a payload that is cut up; they live as long as the source."""
         return self._buffer
 
 
 class TensorSource(Source):
     """Bytes to be moved, from a tensor's storage: a span of it, or one tensor's elements gathered."""
 
-    __slots__ = ("_start", "_tensor")
+    __slots__ = ("_tensor",)
 
-    def __init__(self, tensor: torch.Tensor, nbytes: int, *, start: int | None) -> None:
+    def __init__(self, tensor: torch.Tensor, nbytes: int, *, address: int | None) -> None:
         self._tensor = tensor
-        self._start = start  # first byte of the span in the tensor's storage; None: gather the elements
         self.nbytes = nbytes
-
-    @property
-    def address(self) -> int | None:
-        """Where the span lies; None for elements that are gathered."""
-        return None if self._start is None else self._tensor.untyped_storage().data_ptr() + self._start
+        self.address = address  # of the span, which lies in the tensor's storage; None: gather the elements
 
     def write_to(self, target: memoryview) -> None:
         """The one copy: without the GIL, resolving strides and conj and neg bits, multi-threaded where that helps.
@@ -90,11 +80,10 @@ class TensorSource(Source):
         """
         import torch
 
-        address = self.address
-        if address is not None and self.nbytes < _PARALLEL_COPY_BYTES:
-            copy_from(target, address)
+        if self.address is not None and self.nbytes < _PARALLEL_COPY_BYTES:
+            copy_from(target, self.address)
             return
-        source = self._tensor.detach() if self._start is None else self._span()
+        source = self._tensor.detach() if self.address is None else self._span(self.address)
         flat = torch.frombuffer(target, dtype=source.dtype, count=source.numel())
         flat.view(source.shape).copy_(source)
 
@@ -102,22 +91,22 @@ class TensorSource(Source):
         """The bytes in one piece; gathers first where they are spread."""
         import torch
 
-        if self._start is None:
-            flat = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="cpu")
-            flat.copy_(self._tensor.detach())
-        else:
-            flat = self._span()
-        array: Any = (ctypes.c_ubyte * self.nbytes).from_address(flat.data_ptr())
-        array.tensor = flat  # the bytes live as long as the piece
-        return memoryview(array).cast("B")
+        if self.address is None:
+            gathered = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="cpu")
+            self._tensor = gathered.copy_(self._tensor.detach())
+            self.address = gathered.data_ptr()
+        return view_of(self.address, self.nbytes)
 
-    def _span(self) -> torch.Tensor:
+    def _span(self, address: int) -> torch.Tensor:
         import torch
 
-        start = self._start or 0
+        storage = self._tensor.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return flat.set_(self._tensor.untyped_storage(), start, (self.nbytes,), (1,))
+        return flat.set_(storage, address - storage.data_ptr(), (self.nbytes,), (1,))
 
+
+Piece = bytes | memoryview
+"""Bytes of a payload. A memoryview is one of bytes, so that its `len` is its length."""
 
 Spec = tuple[str, int, tuple[int, ...], tuple[int, ...], bool, bool]
 """How a placeholder's tensor lies in its buffer: dtype, offset in elements, shape, stride, requires_grad, Parameter."""
@@ -126,23 +115,19 @@ Spec = tuple[str, int, tuple[int, ...], tuple[int, ...], bool, bool]
 class Message:
     """An encoded object: a pickle in pieces, the buffers it refers to, and what its placeholders stand for."""
 
-    __slots__ = ("fallbacks", "pieces", "sources", "specs")
+    __slots__ = ("fallbacks", "pickle_bytes", "pieces", "sources", "specs")
 
     def __init__(self, pieces: list[Any]) -> None:
         self.pieces = pieces
+        self.pickle_bytes = sum(map(len, pieces))
         self.sources: list[Source] = []
         self.specs: list[tuple[int, Spec | None]] = []  # buffer, and None for the buffer itself
         self.fallbacks = 0
 
     @property
-    def pickle_bytes(self) -> int:
-        """Length of the pickle."""
-        return sum(len(piece) for piece in self.pieces)
-
-    @property
     def nbytes(self) -> int:
         """All bytes that must be moved."""
-        return self.pickle_bytes + sum(source.nbytes for source in self.sources)
+        return self.pickle_bytes + sum([source.nbytes for source in self.sources])
 
 
 # ── encoding ─────────────────────────────────────────────────────────────────────────────────────
@@ -272,43 +257,41 @@ class Encoder:
 
 
 class _Placed(NamedTuple):
-    """A tensor, the number of its placeholder, and the bytes of its storage that it spans."""
+    """A tensor, the number of its placeholder, the bytes of its storage that it spans, and how many it uses of them."""
 
     number: int
     tensor: torch.Tensor
     start: int
     end: int
+    nbytes: int
 
 
 def _lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) -> None:
     """Decide which bytes travel for each tensor, and where in them it lies."""
     by_storage: dict[int, list[_Placed]] = {}
-    for index, tensor in tensors:
-        if tensor.is_conj() or tensor.is_neg() or tensor.numel() == 0:
-            _gather(message, index, tensor)
+    for number, tensor in tensors:
+        if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+            _gather(message, number, tensor)
         else:
-            placed = _Placed(index, tensor, *_span(tensor))
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(placed)
+            storage = tensor.untyped_storage().data_ptr() if len(tensors) > 1 else 0
+            by_storage.setdefault(storage, []).append(_placed(number, tensor))
     for group in by_storage.values():
-        if len(group) == 1 and _is_sparse(group[0]):
+        if len(group) == 1 and group[0].end - group[0].start > _SPARSE * group[0].nbytes:
             _gather(message, group[0].number, group[0].tensor)
         else:
             for cluster in _clusters(group):
                 _share(message, cluster)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last-plus-one byte of a non-empty tensor in its storage."""
+def _placed(number: int, tensor: torch.Tensor) -> _Placed:
+    """Where a non-empty tensor lies in its storage."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
+    nbytes = tensor.numel() * size
     if tensor.is_contiguous():
-        return start, start + tensor.numel() * size
+        return _Placed(number, tensor, start, start + nbytes, nbytes)
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * size
-
-
-def _is_sparse(placed: _Placed) -> bool:
-    return placed.end - placed.start > _SPARSE * placed.tensor.numel() * placed.tensor.element_size()
+    return _Placed(number, tensor, start, start + (reach + 1) * size, nbytes)
 
 
 def _clusters(group: list[_Placed]) -> list[list[_Placed]]:
@@ -329,38 +312,45 @@ def _clusters(group: list[_Placed]) -> list[list[_Placed]]:
 
 def _share(message: Message, cluster: list[_Placed]) -> None:
     """One buffer for the bytes from the first to the last element of a cluster, which is sorted by start."""
-    start = cluster[0].start
-    start -= start % 16  # every member must stay aligned to its element size
-    end = max(placed.end for placed in cluster)
-    for placed in cluster:
-        tensor = placed.tensor
-        offset = (placed.start - start) // tensor.element_size()
-        message.specs[placed.number] = (len(message.sources), _spec(tensor, offset, tuple(tensor.stride())))
-    # One address may have several storages, of several lengths: two tensors over one numpy array.
-    longest = cluster[0].tensor
-    if len(cluster) > 1:
-        longest = max((placed.tensor for placed in cluster), key=lambda tensor: tensor.untyped_storage().nbytes())
-    message.sources.append(TensorSource(longest, end - start, start=start))
+    number, first, start, end, _ = cluster[0]
+    slack = start % 16  # every member must stay aligned to its element size
+    if len(cluster) == 1:
+        specs = _spec(first, slack // first.element_size(), first.stride())
+        message.specs[number] = (len(message.sources), specs)
+        longest = first
+    else:
+        end = max([placed.end for placed in cluster])
+        for placed in cluster:
+            tensor = placed.tensor
+            offset = (placed.start - start + slack) // tensor.element_size()
+            message.specs[placed.number] = (len(message.sources), _spec(tensor, offset, tensor.stride()))
+        # One address may have several storages, of several lengths: two tensors over one numpy array.
+        longest = max([placed.tensor for placed in cluster], key=lambda tensor: tensor.untyped_storage().nbytes())
+    message.sources.append(TensorSource(longest, end - start + slack, address=first.data_ptr() - slack))
 
 
-def _gather(message: Message, index: int, tensor: torch.Tensor) -> None:
+def _gather(message: Message, number: int, tensor: torch.Tensor) -> None:
     """One buffer for one tensor's elements, packed."""
     stride, step = [], 1
     for n in reversed(tensor.shape):
         stride.append(step)
         step *= max(n, 1)
-    message.specs[index] = (len(message.sources), _spec(tensor, 0, tuple(reversed(stride))))
-    message.sources.append(TensorSource(tensor, tensor.numel() * tensor.element_size(), start=None))
+    message.specs[number] = (len(message.sources), _spec(tensor, 0, tuple(reversed(stride))))
+    message.sources.append(TensorSource(tensor, tensor.numel() * tensor.element_size(), address=None))
 
 
 def _spec(tensor: torch.Tensor, offset: int, stride: tuple[int, ...]) -> Spec:
     parameter = type(tensor).__name__ == "Parameter"
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return dtype, offset, tuple(tensor.shape), stride, tensor.requires_grad, parameter
+    return _dtype_name(tensor.dtype), offset, tuple(tensor.shape), stride, tensor.requires_grad, parameter
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # ── the payload ──────────────────────────────────────────────────────────────────────────────────
-def build_payload(message: Message, placed: Sequence[HoldWords | None]) -> list[memoryview]:
+def build_payload(message: Message, placed: Sequence[HoldWords | None]) -> list[Piece]:
     """The payload in pieces: table, specs, then the buffers that got no block, then the pickle.
 
     Args:
@@ -370,23 +360,20 @@ def build_payload(message: Message, placed: Sequence[HoldWords | None]) -> list[
     specs = pickle.dumps(message.specs, 5) if message.specs else b""
     head = _TABLE.size + len(message.sources) * HOLD_BYTES + len(specs)
     at = _round_up(head)
-    entries, pieces = [], []
+    entries: list[bytes] = []
+    pieces: list[Piece] = []
     for source, hold in zip(message.sources, placed, strict=True):
         if hold is not None:
             entries.append(_HOLD.pack(*hold))
             continue
         entries.append(_HOLD.pack(_IN_PAYLOAD, at, source.nbytes, 0, 0))
         padded = _round_up(source.nbytes)
-        pieces += [source.piece(), memoryview(bytes(padded - source.nbytes))]
+        pieces += [source.piece(), bytes(padded - source.nbytes)]
         at += padded
-    table = _TABLE.pack(len(message.sources), len(specs), message.pickle_bytes) + b"".join(entries) + specs
-    front = memoryview(table + bytes(_round_up(head) - head))
-    return [piece for piece in (front, *pieces, *map(_as_bytes, message.pieces)) if piece.nbytes]
-
-
-def _as_bytes(piece: Any) -> memoryview:
-    view = memoryview(piece)
-    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    table = _TABLE.pack(len(entries), len(specs), message.pickle_bytes)
+    front = b"".join([table, *entries, specs, bytes(_round_up(head) - head)])
+    pickled = [piece if type(piece) is bytes else memoryview(piece).cast("B") for piece in message.pieces]
+    return [front, *pieces, *pickled]
 
 
 def _round_up(nbytes: int) -> int:
@@ -394,8 +381,7 @@ def _round_up(nbytes: int) -> int:
 
 
 # ── decoding ─────────────────────────────────────────────────────────────────────────────────────
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A payload's table: the holds it names, and where the rest lies."""
 
     payload: memoryview
@@ -422,8 +408,7 @@ def read_table(payload: memoryview) -> Table:
         pickle_at = total - pickle_bytes
         if n_buffers <= _MAX_BUFFERS and specs_at + specs_bytes <= pickle_at <= total:
             entries = [_HOLD.unpack_from(payload, _TABLE.size + i * HOLD_BYTES) for i in range(n_buffers)]
-            inside = all(segment != _IN_PAYLOAD or at + n <= pickle_at for segment, at, n, _, _ in entries)
-            if inside:
+            if all([segment != _IN_PAYLOAD or at + n <= pickle_at for segment, at, n, _, _ in entries]):
                 return Table(payload, entries, (specs_at, specs_at + specs_bytes), (pickle_at, total))
     raise CorruptFrame(
         "a frame's buffer table is damaged",
@@ -470,7 +455,7 @@ def _items(table: Table, buffers: list[memoryview], views: str) -> Iterable[obje
     start, end = table.specs
     if start == end:
         return ()
-    storages: dict[int, Any] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     items: list[object] = []
     for buffer, spec in pickle.loads(table.payload[start:end]):
         if spec is not None:
@@ -481,20 +466,31 @@ def _items(table: Table, buffers: list[memoryview], views: str) -> Iterable[obje
     return items
 
 
-def _tensor(buffer: int, view: memoryview, spec: tuple[Any, ...], storages: dict[int, Any]) -> torch.Tensor:
+def _tensor(buffer: int, view: memoryview, spec: Spec, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     import torch
 
     name, offset, shape, stride, requires_grad, parameter = spec
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CorruptFrame("a frame names a dtype that does not exist", found=str(name))
-    if buffer not in storages:
+    storage = storages.get(buffer)
+    if storage is None and view.nbytes and not view.nbytes % dtype.itemsize:
+        # The first tensor of a buffer takes it as it is: two calls instead of five.
+        tensor = torch.frombuffer(view, dtype=dtype).as_strided_(shape, stride, offset)
+        storages[buffer] = tensor.untyped_storage()
+    else:
+        if storage is None:
+            storage = storages[buffer] = _storage(view)
         # The device by name, here as everywhere: the caller may have set another default.
-        none = torch.empty(0, dtype=torch.uint8, device="cpu")
-        flat = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else none
-        storages[buffer] = flat.untyped_storage()
-    with torch.no_grad():
-        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storages[buffer], offset, shape, stride)
+        tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, stride)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _storage(view: memoryview) -> torch.UntypedStorage:
+    import torch
+
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+    return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()

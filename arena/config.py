@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from arena.errors import InvalidArgument
 from arena.layout import MAX_READERS, PAGE, PAYLOAD_OFFSET
+
+if TYPE_CHECKING:
+    import torch
 
 VIEWS: Final = ("readonly", "shared", "private")
 ON_READER_DEATH: Final = ("raise", "continue")
 _LARGEST: Final = 1 << 46
 _NAME_BYTES: Final = 200  # a memfd carries the name, and may have 249 bytes
+_PREFIX: Final = "ARENA_"
+_NOT_SETTINGS: Final = ("ARENA_CI",)  # what the tests go by
 
 
 @dataclass(frozen=True)
@@ -70,22 +75,22 @@ class QueueConfig:
             _check_int(name, getattr(self, name), least, most)
         for name, choices in (("views", VIEWS), ("on_reader_death", ON_READER_DEATH)):
             if getattr(self, name) not in choices:
-                raise _refused(name, " or ".join(map(repr, choices)), getattr(self, name))
+                raise _refused(name, "is none of its choices", " or ".join(map(repr, choices)), getattr(self, name))
         if self.slot_bytes % 64:
-            raise _refused(
-                "slot_bytes", "a multiple of 64, so that slots keep off each other's cache lines", self.slot_bytes
-            )
-        given: Any = self.name
-        name_bytes = len(given.encode()) if isinstance(given, str) and given.isprintable() else 0
-        if not 0 < name_bytes <= _NAME_BYTES:
-            raise _refused("name", f"a printable name of at most {_NAME_BYTES} bytes", self.name)
+            expected = "a multiple of 64, so that slots keep off each other's cache lines"
+            raise _refused("slot_bytes", "does not fill cache lines", expected, self.slot_bytes)
+        self._check_name(f"a printable name of 1 to {_NAME_BYTES} bytes")
         for switch in ("prefault", "huge_pages", "probes"):
-            if not isinstance(getattr(self, switch), bool):
-                raise _refused(switch, "True or False", getattr(self, switch))
-        if not isinstance(self.run_dir, (str, os.PathLike, type(None))):
-            raise _refused("run_dir", "a path or None", self.run_dir)
-        if not _is_number(self.stall_warning_s) or not self.stall_warning_s > 0:
-            raise _refused("stall_warning_s", "seconds above 0", self.stall_warning_s)
+            _check_type(switch, getattr(self, switch), "True or False", bool)
+        _check_type("run_dir", self.run_dir, "a path (str or os.PathLike) or None", str, os.PathLike, type(None))
+        _check_type("stall_warning_s", self.stall_warning_s, "seconds above 0 (int or float)", int, float)
+        if not self.stall_warning_s > 0:
+            raise _refused("stall_warning_s", "is out of range", "seconds above 0", self.stall_warning_s)
+
+    def _check_name(self, expected: str) -> None:
+        _check_type("name", self.name, f"{expected} (str)", str)
+        if not (self.name.isprintable() and 0 < len(self.name.encode()) <= _NAME_BYTES):
+            raise _refused("name", "can't be shown or does not fit", expected, self.name)
 
     def from_environment(self) -> QueueConfig:
         """This configuration with ``ARENA_*`` variables laid over it.
@@ -95,22 +100,43 @@ class QueueConfig:
         """
         changes: dict[str, Any] = {}
         for field in fields(self):
-            text = os.environ.get(f"ARENA_{field.name.upper()}")
+            text = os.environ.get(_variable(field.name))
             if text is not None:
-                changes[field.name] = _parsed(field.name, text, getattr(type(self), field.name))
+                changes[field.name] = _parsed(_variable(field.name), text, getattr(type(self), field.name))
         return replace(self, **changes) if changes else self
 
 
-def _parsed(name: str, text: str, default: object) -> object:
+def unknown_variables() -> list[str]:
+    """The ``ARENA_*`` variables that set nothing, misspelt most likely, each with the setting that is nearest."""
+    names = [field.name for field in fields(QueueConfig)]
+    known = {*_NOT_SETTINGS, *map(_variable, names)}
+    return [_and_the_nearest(one, names) for one in sorted(os.environ) if one.startswith(_PREFIX) and one not in known]
+
+
+def _and_the_nearest(variable: str, names: list[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(variable.removeprefix(_PREFIX).lower(), names, n=1, cutoff=0.7)
+    return f"{variable} (did you mean {_variable(near[0])}?)" if near else variable
+
+
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def _parsed(variable: str, text: str, default: object) -> object:
     if isinstance(default, bool):
         known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
         if text.lower() not in known:
-            raise _refused(f"ARENA_{name.upper()}", "1 or 0", text)
+            raise _refused(variable, "is neither on nor off", "1 or 0", text)
         return known[text.lower()]
+    if not isinstance(default, (int, float)):
+        return text
+    kind = "a whole number" if isinstance(default, int) else "a number"
     try:
-        return type(default)(text) if isinstance(default, (int, float)) else text
+        return type(default)(text)
     except ValueError:
-        raise _refused(f"ARENA_{name.upper()}", f"a {type(default).__name__}", text) from None
+        raise _refused(variable, f"is not {kind}", kind, text) from None
 
 
 def check_readers(n_reader: object, n_local_reader: object) -> int:
@@ -130,20 +156,44 @@ def check_timeout(timeout: object) -> float | None:
     """A timeout in seconds: None for none, else a number from 0 up."""
     if timeout is None:
         return None
-    if not _is_number(timeout) or math.isnan(timeout) or timeout < 0:  # type: ignore[arg-type, operator]
-        raise _refused("timeout", "seconds from 0 up, or None to wait for ever", timeout)
-    return min(float(timeout), 1e9)  # type: ignore[arg-type]
+    _check_type("timeout", timeout, "seconds (int or float), or None to wait for ever", int, float)
+    assert isinstance(timeout, (int, float))
+    if math.isnan(timeout) or timeout < 0:
+        raise _refused("timeout", "is out of range", "seconds from 0 up, or None to wait for ever", timeout)
+    return min(float(timeout), 1e9)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def check_tensor(shape: Any, dtype: Any) -> torch.Tensor:
+    """What is asked for, as a tensor on the meta device, which costs no memory: torch is the judge of a shape."""
+    import torch
+
+    _check_type("dtype", dtype, "a torch.dtype, such as torch.float32", torch.dtype)
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InvalidArgument(
+            "there is no tensor of this shape",
+            expected="whole numbers from 0 up, as torch.empty takes them",
+            found=f"{shape!r} of {dtype}",
+            remedy="nothing was lent; correct the shape",
+        ) from error
 
 
 def _check_int(name: str, value: object, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise _refused(name, f"a whole number from {least} to {most}", value)
+    expected = f"a whole number from {least} to {most}"
+    _check_type(name, value, f"{expected} (int)", int)
+    assert isinstance(value, int)
+    if not least <= value <= most:
+        raise _refused(name, "is out of range", expected, value)
     return value
 
 
-def _refused(name: str, expected: str, found: object) -> InvalidArgument:
-    return InvalidArgument(f"{name} is out of range", expected=expected, found=repr(found))
+def _check_type(name: str, value: object, expected: str, *types: type) -> None:
+    """Refuse what is of another type; True is no number here."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        found = f"{value!r} of type {type(value).__name__}"
+        raise InvalidArgument(f"{name} is of the wrong type", expected=expected, found=found)
+
+
+def _refused(name: str, trouble: str, expected: str, found: object) -> InvalidArgument:
+    return InvalidArgument(f"{name} {trouble}", expected=expected, found=repr(found))

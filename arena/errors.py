@@ -9,6 +9,7 @@ from __future__ import annotations
 __all__ = [
     "ArenaError",
     "AttachRefused",
+    "CommunicatorClosed",
     "CorruptFrame",
     "DecodeFailed",
     "EncodeFailed",
@@ -16,12 +17,15 @@ __all__ = [
     "InvalidArgument",
     "MessageTooLarge",
     "NoReader",
+    "OperandMismatch",
     "OutOfMemory",
     "PeerDied",
     "QueueClosed",
     "QueueTimeout",
+    "RankMissing",
     "ReentrantUse",
     "RunDirectoryError",
+    "SetUpFailed",
     "UnsupportedPlatform",
     "UseAfterFork",
     "WrongEnd",
@@ -50,7 +54,7 @@ class ArenaError(Exception):
 
 
 class InvalidArgument(ArenaError, ValueError):
-    """A setting or an argument outside its range."""
+    """A setting or an argument of the wrong type or outside its range."""
 
 
 class QueueTimeout(ArenaError, TimeoutError):
@@ -125,6 +129,28 @@ class UseAfterFork(ArenaError, RuntimeError):
 
 class WrongEnd(ArenaError, RuntimeError):
     """A writer's verb on a reader, or a reader's verb on the writer."""
+
+
+class CommunicatorClosed(ArenaError):
+    """The communicator was closed, by this rank or by another, or another rank gave up an operation half-way."""
+
+
+class OperandMismatch(ArenaError, ValueError):
+    """The ranks brought different tensors to one operation. All of them are told, and the next one may go on."""
+
+
+class RankMissing(ArenaError, TimeoutError):
+    """Ranks that did not come to a collective set-up, or fell silent in it, before the deadline: ``missing``."""
+
+    def __init__(
+        self, summary: str, *, missing: tuple[int, ...] = (), expected: str = "", found: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(summary, expected=expected, found=found, remedy=remedy)
+        self.missing = missing
+
+
+class SetUpFailed(ArenaError, RuntimeError):
+    """A collective set-up came to nothing, on every rank for the same reason."""
 
 
 class OutOfMemory(ArenaError, MemoryError):

@@ -478,6 +478,18 @@ def copy_bytes(target: memoryview, source: Any) -> None:
         _release_buffer(ctypes.byref(there))
 
 
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view_of.restype = ctypes.py_object
+_BUFFER_READ: Final = 0x100  # PyBUF_READ
+
+
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Memory at `address`, read-only; the caller keeps it alive for as long as the view is used."""
+    view: memoryview = _view_of(address, nbytes, _BUFFER_READ)
+    return view
+
+
 def copy_from(target: memoryview, address: int) -> None:
     """Fill `target` from memory at `address` that the caller keeps alive, without the GIL."""
     there = _PyBuffer()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arena.config import QueueConfig, check_timeout
+from arena.config import QueueConfig, check_timeout, unknown_variables
 from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
 from arena.peers import Handle
 from arena.probe import Probe
@@ -118,10 +118,11 @@ class MessageQueue:
             n_reader: how many readers are expected. They count from now on: nothing is lost before they attach.
             n_local_reader: how many of them are on this host; all of them in this version.
             config: settings; ``ARENA_*`` environment variables override them.
-            on_warning: called with one sentence when a wait turns into a stall. Must not use the queue.
+            on_warning: called with one sentence when a wait turns into a stall, and at the start if the environment
+                has ``ARENA_*`` variables that are no settings. Must not use the queue.
 
         Raises:
-            InvalidArgument: a number out of range.
+            InvalidArgument: an argument of the wrong type or out of range.
             RunDirectoryError: no usable run directory, or no room in it.
             OutOfMemory: the kernel has no memory for the ring.
         """
@@ -137,6 +138,8 @@ class MessageQueue:
         self._state = Endpoint.NEW
         self._probe: Probe | None = None
         _endpoints.add(self)
+        if on_warning is not None and (unknown := unknown_variables()):
+            on_warning(f"no setting of queue {name!r} is called {', '.join(unknown)}")
 
     # ── making ───────────────────────────────────────────────────────────────────────────────────
     @staticmethod
@@ -246,6 +249,7 @@ class MessageQueue:
             or_private: where there is no room, give ordinary memory (counted) rather than raise.
 
         Raises:
+            InvalidArgument: no tensor has that shape, or the type is none of torch's.
             OutOfMemory: there is no room in the arena.
         """
         raise self._wrong_end("lend", "writer")

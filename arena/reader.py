@@ -26,7 +26,7 @@ from arena.errors import (
     QueueClosed,
     QueueTimeout,
 )
-from arena.layout import KIND_INLINE, WRITER_PARKED
+from arena.layout import HEAD_SENT_NS, KIND_INLINE, WRITER_PARKED
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.observe import ReaderLog
@@ -77,7 +77,9 @@ class Reader(MessageQueue):
     def __init__(self, handle: Handle, rank: Any, *, timeout: float | None, on_warning: Warn | None) -> None:
         handle.check()
         if not isinstance(rank, int) or isinstance(rank, bool):
-            raise InvalidArgument("rank is not a rank", expected="a whole number", found=repr(rank))
+            raise InvalidArgument(
+                "rank is of the wrong type", expected="a whole number", found=f"{rank!r} of type {type(rank).__name__}"
+            )
         self._begin(handle.name, on_warning)
         self.rank = rank
         self._handle = handle
@@ -93,7 +95,7 @@ class Reader(MessageQueue):
         self._payloads = self._ring.payloads
         self._heads = self._ring.heads
         self._released = self._ring.released
-        self._trace: hooks.Trace | None = None
+        self._trace: hooks.Trace | None = None  # of the message that our caller has
         self._slots = geometry.slots
         self._parked = control.mapping.words(layout.LIVE_OFFSET + layout.READER_PARKED * layout.WORD, 1)
         self._consumed_futex = control.mapping.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
@@ -231,13 +233,11 @@ class Reader(MessageQueue):
                         self._consumed[0] = sequence + 1
                     complete = True
                 else:
-                    complete, obj, now_ns = self._take(sequence)
+                    complete, obj, now_ns = self._take(sequence, received_ns)
                 if log is not None:
                     log.page[L_SEQUENCE] = sequence + 1
                     if sent_ns:
                         log.frame(sequence, sent_ns, received_ns, now_ns)
-                if hooks.trace_sink is not None:
-                    self._hand_trace()
                 if not complete:
                     self._wake_writer()
         except BaseException as error:
@@ -256,6 +256,8 @@ class Reader(MessageQueue):
     def _prepare(self, timeout: float | None) -> int | None:
         self._enter()
         deadline_ns = deadline_after(check_timeout(timeout))
+        if self._trace is not None:
+            self._end_trace()
         if not self._admitted:
             self._await_admission(deadline_ns)
         self._attention = False
@@ -348,31 +350,53 @@ class Reader(MessageQueue):
             self._consumed_futex.wake()
 
     # ── messages of several parts ────────────────────────────────────────────────────────────────
-    def _take(self, sequence: int) -> tuple[bool, Any, int]:
+    def _take(self, sequence: int, received_ns: int) -> tuple[bool, Any, int]:
         """Take a frame that is not just one inline pickle: (whether a message is complete, the message, time).
 
         What it borrows dies after the release: only then does a death give anything back. An interrupt before it
         leaves the frame to be taken again.
         """
         kind, traced = self._ring.kind(sequence)
-        self._trace = self._ring.trace(sequence) if traced else None
-        if kind == KIND_INLINE:  # with trace context
-            payload = self._payloads[layout.slot_of(sequence, self._slots)]
-        else:
-            payload = self._ring.payload(sequence)
+        slot = layout.slot_of(sequence, self._slots)
+        # Read before the release lets the writer overwrite them.
+        trace = self._ring.trace(sequence) if traced else None
+        sent_ns = self._heads[slot][HEAD_SENT_NS]
+        # An inline pickle comes here only with trace context, and without its length.
+        payload = self._payloads[slot] if kind == KIND_INLINE else self._ring.payload(sequence)
         if kind == layout.KIND_FRAGMENT:
             self._add_piece(sequence, payload)
         complete = kind != layout.KIND_ABORT and (kind != layout.KIND_FRAGMENT or self._assembly.complete)
         borrowed: list[memoryview] = []
+        decode_ns = _monotonic_ns()
         try:
             obj = self._decode(sequence, kind, payload, borrowed) if complete else None
         except Exception:
-            self._release_frame(sequence, kind, complete)
+            now_ns = self._release_frame(sequence, kind, complete)
             borrowed.clear()
+            if trace is not None:
+                self._begin_trace(sequence, trace, (sent_ns, received_ns, decode_ns, now_ns))
             raise
         now_ns = self._release_frame(sequence, kind, complete)
         borrowed.clear()
+        if trace is not None and complete:
+            self._begin_trace(sequence, trace, (sent_ns, received_ns, decode_ns, now_ns))
         return complete, obj, now_ns
+
+    def _begin_trace(self, sequence: int, trace: hooks.Trace, times_ns: tuple[int, int, int, int]) -> None:
+        """A sampled message is about to be with our caller. The next call sees to its end."""
+        self._trace = trace
+        self._attention = True
+        if self._log is not None:
+            self._log.taken(sequence, trace, times_ns)
+        if hooks.trace_sink is not None:
+            hooks.trace_sink(trace, self.rank)
+
+    def _end_trace(self) -> None:
+        self._trace = None
+        if self._log is not None:
+            self._log.done()
+        if hooks.trace_sink is not None:
+            hooks.trace_sink(None, self.rank)
 
     def _add_piece(self, sequence: int, payload: memoryview) -> None:
         began_ns = _monotonic_ns()
@@ -425,12 +449,6 @@ class Reader(MessageQueue):
             found=f"{type(error).__name__}: {error}",
             remedy="the message is consumed; make its types importable here",
         )
-
-    def _hand_trace(self) -> None:
-        """Give telemetry the context that came with the message, read before its slot was released."""
-        trace, self._trace = self._trace, None
-        if hooks.trace_sink is not None:
-            hooks.trace_sink(trace)
 
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
     def broadcast_object(self, obj: object = None) -> Any:

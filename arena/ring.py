@@ -46,7 +46,7 @@ class WriterRing:
         # SYNC POINT frame-visible (publish): slot bytes before this store are seen by whoever reads it
         self.published[0] = sequence + 1
 
-    def write_pieces(self, sequence: int, kind: int, pieces: Sequence[memoryview], now_ns: int) -> None:
+    def write_pieces(self, sequence: int, kind: int, pieces: Sequence[bytes | memoryview], now_ns: int) -> None:
         """Fill the slot of a claimed sequence with a frame of any kind. Nobody looks at it before `publish`."""
         target = self._payloads[layout.slot_of(sequence, self.slots)]
         at = 0

@@ -6,10 +6,16 @@ Four small machines run Arena. A move that is not in the table is a bug in Arena
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 
-class Endpoint(IntEnum):
+class _State(IntEnum):
+    """A state, hashed as the number it is: Enum's own hash is a Python call, and a message makes several moves."""
+
+    __hash__ = int.__hash__
+
+
+class Endpoint(_State):
     """What an endpoint is doing, in the word that observers read. Verdicts (OK, STALLED...) are theirs."""
 
     NEW = 0
@@ -20,7 +26,7 @@ class Endpoint(IntEnum):
     FORKED = 5  # the copy of an endpoint that a forked child inherited; unusable there
 
 
-class Peer(IntEnum):
+class Peer(_State):
     """A rank, as the writer sees it."""
 
     EXPECTED = 0  # not attached yet, and counted: nothing is lost before it comes
@@ -30,7 +36,7 @@ class Peer(IntEnum):
     DEAD = 4
 
 
-class Block(IntEnum):
+class Block(_State):
     """A range of the tensor arena."""
 
     FREE = 0
@@ -39,7 +45,7 @@ class Block(IntEnum):
     LENT_AND_HELD = 3
 
 
-class Message(IntEnum):
+class Message(_State):
     """The message under way: at the writer the one being sent, at a reader the one being put together."""
 
     NONE = 0
@@ -88,7 +94,9 @@ MOVES: Final[tuple[tuple[IntEnum, str, IntEnum], ...]] = (
 )
 
 # With the type: states of two machines are equal, as keys too, where their numbers are.
-_AFTER: Final = {(type(before), before, event): after for before, event, after in MOVES}
+_AFTER: Final[dict[tuple[type[IntEnum], IntEnum, str], Any]] = {
+    (type(before), before, event): after for before, event, after in MOVES
+}
 
 
 def move(state: State, event: str) -> State:
@@ -97,10 +105,10 @@ def move(state: State, event: str) -> State:
     Raises:
         AssertionError: the move is not in the table, which is a bug in Arena.
     """
-    after = _AFTER.get((type(state), state, event))
+    after: State | None = _AFTER.get((type(state), state, event))
     if after is None:
         raise AssertionError(f"illegal move: {type(state).__name__} {state.name} on {event!r}")
-    return type(state)(after)
+    return after
 
 
 def diagram(machine: type[IntEnum]) -> str:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from arena import layout, memory
 from arena.blocks import BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
 from arena.claim import Claim
-from arena.codec import Encoder, HoldWords, Message, Source, build_payload
-from arena.config import QueueConfig, check_readers, check_timeout
+from arena.codec import Encoder, HoldWords, Message, Piece, Source, build_payload
+from arena.config import QueueConfig, check_readers, check_tensor, check_timeout
 from arena.errors import ArenaError, MessageTooLarge, NoReader, OutOfMemory, PeerDied, QueueTimeout
 from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
-from arena.observe import WriterLog
+from arena.observe import Sending, WriterLog
 from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
@@ -44,6 +44,7 @@ class Writer(MessageQueue):
     """What ``MessageQueue(n_reader)`` makes. See there."""
 
     __slots__ = (
+        "_began_ns",
         "_claim",
         "_directory",
         "_encode",
@@ -64,6 +65,7 @@ class Writer(MessageQueue):
         "_ring",
         "_roster",
         "_segment",
+        "_sending",
         "_server",
         "_short_bytes",
         "_waiter",
@@ -116,6 +118,8 @@ class Writer(MessageQueue):
         self._next_look_ns = 0
         self._look_due = False
         self._claim = self._make_claim()
+        self._sending: Sending | None = None  # of a message of several parts, and since when that is sent
+        self._began_ns = 0
         self._log = None
         if self._probe is not None:
             self._log = WriterLog(self._probe, self._waiter, self._roster, self._pool, geometry.slots)
@@ -218,7 +222,7 @@ class Writer(MessageQueue):
         self._wake_self()
 
     # ── the story ────────────────────────────────────────────────────────────────────────────────
-    def enqueue(self, obj: object, timeout: float | None = None) -> None:  # noqa: C901, PLR0912 - as in dequeue
+    def enqueue(self, obj: object, timeout: float | None = None) -> None:  # noqa: C901, PLR0912, PLR0915 - as in dequeue
         try:
             if not self._acquire(False):
                 self._contend(timeout)
@@ -229,25 +233,30 @@ class Writer(MessageQueue):
             sequence = self._published[0]
             log = self._log
             began_ns = 0 if log is None or sequence & log.sample else _monotonic_ns()
+            sending = None if hooks.trace_source is None else self._sample(0)
             message = self._encode(obj)
+            if sending is not None:
+                sending.encode_ns = _monotonic_ns() - sending.began_ns
             if type(message) is bytes and (nbytes := len(message)) <= self._short_bytes:
                 ring = self._ring
                 if sequence >= ring.limit:
                     self._claim.wait(sequence, deadline_ns, first=True)
+                    if began_ns:
+                        began_ns += self._claim.waited_ns  # what is looked at is the encoding
+                    if sending is None and hooks.trace_source is not None and self._claim.waited_ns:
+                        sending = self._sample(self._claim.waited_ns)
                 now_ns = _monotonic_ns()
-                if hooks.trace_source is None:
+                if sending is None:
                     ring.put(sequence, message, nbytes, now_ns)
                 else:
-                    ring.write_pieces(sequence, layout.KIND_INLINE, [memoryview(message)], now_ns)
-                    self._write_trace(sequence)
-                    ring.publish(sequence)
+                    self._put_traced(sending, sequence, message, now_ns)
                 if log is not None:
                     log.page[L_SEQUENCE] = sequence + 1
                     log.inline_bytes += nbytes
                 if now_ns >= self._next_look_ns:
                     self._look_due = True
             else:
-                self._send(message, deadline_ns)
+                self._send(message, deadline_ns, sending)
                 began_ns = nbytes = now_ns = 0
         except BaseException as error:
             self._leave(error)
@@ -311,17 +320,41 @@ class Writer(MessageQueue):
                 raise
         return deadline_ns
 
+    # ── traces ───────────────────────────────────────────────────────────────────────────────────
+    def _sample(self, slow_ns: int) -> Sending | None:
+        """Ask telemetry whether to trace this message: before it is encoded, and again once it has been slow."""
+        log, source = self._log, hooks.trace_source
+        if log is not None:
+            log.sending = None
+        sampled = None if source is None else source(slow_ns)
+        if sampled is None:
+            return None
+        now_ns = _monotonic_ns()
+        sending = Sending(sampled, now_ns - slow_ns)
+        return sending if log is None or log.admit(sending, now_ns) else None
+
+    def _put_traced(self, sending: Sending, sequence: int, pickled: bytes, now_ns: int) -> None:
+        """What `WriterRing.put` does, for a sampled message. Its readers need not wait for what is only recording."""
+        ring = self._ring
+        ring.write_pieces(sequence, layout.KIND_INLINE, [pickled], now_ns)
+        ring.write_trace(sequence, sending.trace)
+        ring.publish(sequence)
+        self._wake_readers()
+        if self._log is not None:
+            self._log.sent(sending, "inline", sequence, len(pickled), now_ns)
+
     # ── messages of several parts ────────────────────────────────────────────────────────────────
-    def _send(self, message: bytes | Message, deadline_ns: int | None) -> None:
+    def _send(self, message: bytes | Message, deadline_ns: int | None, sending: Sending | None) -> None:
         """Send what does not fit one slot as it is: with blocks, or in fragments."""
         whole = Message([message]) if isinstance(message, bytes) else message
-        if whole.nbytes > self.config.max_message_bytes:
+        nbytes = whole.nbytes
+        if nbytes > self.config.max_message_bytes:
             raise MessageTooLarge(
-                f"message of {whole.nbytes} bytes",
+                f"message of {nbytes} bytes",
                 expected=f"at most max_message_bytes = {self.config.max_message_bytes}",
                 remedy="send it in parts, or raise max_message_bytes",
             )
-        began_ns = _monotonic_ns()
+        self._sending, self._began_ns = sending, _monotonic_ns()
         reasons: set[str] = set()
         if whole.fallbacks:
             reasons.add("unsupported_tensor")
@@ -332,17 +365,20 @@ class Writer(MessageQueue):
             payload = build_payload(whole, placed)
             path = self._send_payload(payload, deadline_ns, reasons)
         except Exception:
+            self._sending = None
             self._take_back_unsent()
             raise
         except BaseException:  # ctrl-C, at any point of this
+            self._sending = None
             self._in_flight = []
             self._pool.repair(self._published[0])
             raise
+        self._sending = None
         self._in_flight = []
         now_ns = _monotonic_ns()
         self._look_due = now_ns >= self._next_look_ns
         if self._log is not None:
-            self._log.message(path, self._published[0] - 1, whole.nbytes, now_ns - began_ns, reasons)
+            self._log.message(path, self._published[0] - 1, nbytes, now_ns - self._began_ns, reasons)
 
     def _take_back_unsent(self) -> None:
         """The holds of a message that was not published are nobody's."""
@@ -351,15 +387,15 @@ class Writer(MessageQueue):
             if not hold.seats or hold.sequence >= self._published[0]:
                 self._pool.unhold(hold)
 
-    def _send_payload(self, payload: list[memoryview], deadline_ns: int | None, reasons: set[str]) -> str:
-        nbytes = sum(piece.nbytes for piece in payload)
+    def _send_payload(self, payload: list[Piece], deadline_ns: int | None, reasons: set[str]) -> str:
+        nbytes = sum(map(len, payload))
         if nbytes <= self._inline_bytes:
             path = "block" if self._in_flight else "inline"
             self._publish(layout.KIND_TABLE, payload, deadline_ns, first=True)
             return path
         hold = self._place_payload(payload, nbytes, reasons)
         if hold is not None:
-            self._publish(layout.KIND_BLOCK, [memoryview(_HOLD.pack(*hold))], deadline_ns, first=True)
+            self._publish(layout.KIND_BLOCK, [_HOLD.pack(*hold)], deadline_ns, first=True)
             return "block"
         self._publish_fragments(payload, nbytes, deadline_ns)
         return "fragments"
@@ -378,14 +414,14 @@ class Writer(MessageQueue):
             reasons.add(no_room.reason)
             return None
 
-    def _place_payload(self, payload: list[memoryview], nbytes: int, reasons: set[str]) -> HoldWords | None:
+    def _place_payload(self, payload: list[Piece], nbytes: int, reasons: set[str]) -> HoldWords | None:
         """A block for a payload that is too long for a slot."""
 
         def write(target: memoryview) -> None:
             at = 0
             for piece in payload:
-                memory.copy_bytes(target[at : at + piece.nbytes], piece)
-                at += piece.nbytes
+                memory.copy_bytes(target[at : at + len(piece)], piece)
+                at += len(piece)
 
         try:
             return self._keep(self._copy_to_block(nbytes, write))
@@ -418,37 +454,38 @@ class Writer(MessageQueue):
         self._in_flight.append(hold)
         return hold.words()
 
-    def _publish(self, kind: int, pieces: list[memoryview], deadline_ns: int | None, *, first: bool) -> None:
+    def _publish(self, kind: int, pieces: list[Piece], deadline_ns: int | None, *, first: bool) -> None:
         """Claim a slot, fill it, publish it. Holds in flight become the readers' with this frame."""
         sequence = self._published[0]
         if sequence >= self._ring.limit:
             self._claim.wait(sequence, deadline_ns, first=first)
         now_ns = _monotonic_ns()
+        if first and self._sending is None and hooks.trace_source is not None:
+            self._sending = self._sample(now_ns - self._began_ns)
         self._ring.write_pieces(sequence, kind, pieces, now_ns)
-        if hooks.trace_source is not None:
-            self._write_trace(sequence)
+        if self._sending is not None:
+            self._ring.write_trace(sequence, self._sending.trace)
         if kind != layout.KIND_FRAGMENT:
             self._hand_holds_over(sequence)
         self._ring.publish(sequence)
+        self._wake_readers()  # the call goes on, be it only to note what it did
         if self._log is not None:
             self._log.frame(sequence, now_ns)
-        if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT):
-            self._wake_readers()  # the call goes on; readers may sleep already
 
     def _hand_holds_over(self, sequence: int) -> None:
         seats = list(self._roster.counted)
         for hold in self._in_flight:
             self._pool.send(hold, sequence, seats)
 
-    def _publish_fragments(self, payload: list[memoryview], nbytes: int, deadline_ns: int | None) -> None:
+    def _publish_fragments(self, payload: list[Piece], nbytes: int, deadline_ns: int | None) -> None:
         """Cut a payload over as many slots as it takes. Back-pressure, bounded memory, no deadlock."""
         first_sequence = self._published[0]
         room = self._inline_bytes - layout.FRAGMENT_HEADER_BYTES
         at = 0
         try:
             for pieces in _cut(payload, room):
-                length = sum(piece.nbytes for piece in pieces)
-                head = memoryview(_FRAGMENT.pack(nbytes, at, first_sequence))
+                length = sum(map(len, pieces))
+                head = _FRAGMENT.pack(nbytes, at, first_sequence)
                 if at + length == nbytes:
                     self._hand_holds_over(self._published[0])
                 self._publish(layout.KIND_FRAGMENT, [head, *pieces], deadline_ns, first=at == 0)
@@ -463,16 +500,10 @@ class Writer(MessageQueue):
 
     def _publish_abort(self, deadline_ns: int | None) -> None:
         """Tell the readers that the message they have parts of will not be completed."""
-        self._publish(layout.KIND_ABORT, [memoryview(b"\0")], deadline_ns, first=False)
+        self._publish(layout.KIND_ABORT, [b"\0"], deadline_ns, first=False)
         self._message = move(self._message, "abort")
         if self._probe is not None:
             self._probe.event(Event.ABORT, self._published[0], _monotonic_ns())
-
-    def _write_trace(self, sequence: int) -> None:
-        source = hooks.trace_source
-        trace = source() if source is not None else None
-        if trace is not None:
-            self._ring.write_trace(sequence, trace)
 
     def _wake_readers(self) -> None:
         memory.fence()
@@ -531,11 +562,7 @@ class Writer(MessageQueue):
     # ── lending ──────────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
     def lend(self, shape: Any, dtype: torch.dtype, *, or_private: bool = False) -> Iterator[torch.Tensor]:
-        import torch
-
-        # Let torch judge the shape; a meta tensor costs no memory.
-        wanted = torch.empty(shape, dtype=dtype, device="meta")
-        yield self._lent_tensor(wanted, or_private=or_private)
+        yield self._lent_tensor(check_tensor(shape, dtype), or_private=or_private)
 
     def _lent_tensor(self, wanted: torch.Tensor, *, or_private: bool) -> torch.Tensor:
         import torch
@@ -676,17 +703,17 @@ class Writer(MessageQueue):
             self._log.error(error, self._published[0])
 
 
-def _cut(payload: list[memoryview], room: int) -> Iterator[list[memoryview]]:
+def _cut(payload: list[Piece], room: int) -> Iterator[list[Piece]]:
     """The payload in groups of pieces of `room` bytes; the last one may be shorter."""
-    group: list[memoryview] = []
+    group: list[Piece] = []
     free = room
     for piece in payload:
-        at = 0
-        while at < piece.nbytes:
-            part = piece[at : at + free]
+        whole, at = memoryview(piece), 0
+        while at < len(whole):
+            part = whole[at : at + free]
             group.append(part)
-            at += part.nbytes
-            free -= part.nbytes
+            at += len(part)
+            free -= len(part)
             if not free:
                 yield group
                 group, free = [], room

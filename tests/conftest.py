@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fleet import Fleet
+
 
 @pytest.fixture
 def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -19,6 +21,13 @@ def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("ARENA_RUN_DIR", str(path))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def fleet(run_dir: Path) -> Iterator[Fleet]:
+    """Starts workers in the test's run directory, and ends them with the test."""
+    with Fleet() as workers:
+        yield workers
 
 
 def require_program(name: str) -> str:

@@ -327,6 +327,23 @@ def test_the_tables_fit_into_100_columns():
     assert "NOT COMPARABLE" not in text
 
 
+def test_a_shortened_run_is_judged_by_nobody_and_says_why():
+    console = Console(width=100, record=True, file=io.StringIO())
+    shortened = a_report(1.3)
+    shortened.settings = Settings(quick=True)
+    report.show(shortened, console)
+    text = console.export_text()
+    assert "NOT COMPARABLE" in text
+    assert "no requirement is judged" in text
+    assert re.search(r"required\s+measured\s+\(rounds\)\s*\n", text)
+    assert re.search(r"<= 1\.25 x\s+1\.30 x\s+1\.20–1\.40\s*\n", text)
+
+
+def test_a_shortened_run_can_not_be_checked():
+    with pytest.raises(typer.BadParameter, match="not comparable"):
+        report.run(lambda settings: a_report(1.2), Settings(quick=True), as_json=True, check=True)
+
+
 @pytest.mark.parametrize(("measured", "check", "code"), [(1.3, False, 0), (1.3, True, 1), (1.2, True, 0)])
 def test_only_check_makes_a_missed_requirement_an_error(measured, check, code, capsys):
     try:
@@ -453,3 +470,15 @@ def test_bench_idle_measures_silence_delay_and_memory(run_dir):
     assert len(limits(found)) == 7
     memory = [item["measured"] for item in found["requirements"] if "shared memory" in item["text"]]
     assert all(mib > 0 for mib in memory)
+
+
+def test_bench_scrape_measures_a_scrape_and_what_it_costs_the_queue(run_dir):
+    found = bench("scrape")
+    assert rows(found) == {
+        ("one scrape, 16 queues of 8 readers", "arena"),
+        ("one scrape, 16 queues of 8 readers", "generate_latest of constants"),
+        ("round trip, 30 messages a block", "arena, not watched"),
+        ("round trip, 30 messages a block", "arena, scraped at 1 Hz"),
+    }
+    assert sorted(limits(found).values()) == [1.0, 1.05, 2.0, 100]
+    assert list(run_dir.iterdir()) == []

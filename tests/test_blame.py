@@ -1,6 +1,7 @@
 """Whom a wait is charged to: exact figures, against the definitions taken literally."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arena import Handle, MessageQueue, QueueConfig, Statistics
-from arena.blame import Charge, charge, charge_unfinished
+from arena.blame import Charge, alone_since, charge, charge_unfinished
 from arena.errors import PeerDied, QueueTimeout
 from tests.support import processes
 
@@ -75,6 +76,13 @@ def test_a_timeout_is_full_only_until_the_first_released():
     assert charged == Charge(2, blocked_ns=100, excess_ns=0, full_ns=30)
 
 
+def test_a_holder_is_alone_since_the_last_of_the_others_released():
+    assert alone_since(100, 200, {0: 130, 2: 170}) == 170
+    assert alone_since(100, 200, {}) == 100, "there was no other"
+    assert alone_since(100, 200, {0: 90}) == 100, "not before the wait began"
+    assert alone_since(100, 200, {0: 250}) == 200, "not after the look"
+
+
 # --- the definitions, taken literally: nanosecond by nanosecond ------------------------------------------------------
 
 TIMES = st.integers(0, 40)
@@ -113,6 +121,16 @@ def test_an_unfinished_wait_is_charged_as_defined(started, length, released, lag
     holds_until = {**{rank: min(at, ended) for rank, at in released.items()}, **dict.fromkeys(lags, ended + 1)}
     expected = by_hand(started, ended, holds_until, last, n_counted)
     assert charge_unfinished(started, ended, released, lags, n_counted) == expected
+
+
+@given(TIMES, TIMES, TIMES, st.dictionaries(st.integers(0, 4), TIMES, min_size=1))
+def test_excess_so_far_is_never_more_than_excess_in_the_end(started, until_look, rest, released):
+    look, ended = started + until_look, started + until_look + rest
+    last = max(released, key=lambda rank: (min(max(released[rank], started), ended), -rank))
+    others = {rank: at for rank, at in released.items() if rank != last}
+    if all(at <= look for at in others.values()):
+        so_far = look - alone_since(started, look, others)
+        assert 0 <= so_far <= charge(started, ended, released, len(released)).excess_ns
 
 
 @given(TIMES, TIMES, st.dictionaries(st.integers(0, 4), TIMES, min_size=1), st.integers(0, 3))
@@ -168,6 +186,18 @@ def test_a_real_timeout_is_charged_to_the_only_reader_that_is_behind(run_dir):
         statistics = writer.statistics()
     assert who_is_charged(statistics) == ([1], [1], False)
     assert statistics.blocked_s_by_reader[1] == statistics.excess_s_by_reader[1] >= 0.02
+
+
+def test_a_real_timeout_tells_since_when_its_reader_took_nothing(run_dir):
+    with full_ring(2, behind={0, 1}) as (writer, readers):
+        for reader in readers:
+            reader.dequeue(timeout=20)
+        writer.enqueue("in its place", timeout=20)
+        with pytest.raises(QueueTimeout) as caught:
+            writer.enqueue(None, timeout=0.2)
+    told = re.findall(r"reader [01] \(pid \d+\) lag 4 \(took nothing for (\d+\.\d) s\)", str(caught.value))
+    assert len(told) == 2
+    assert all(float(seconds) >= 0.2 for seconds in told)
 
 
 def test_a_real_timeout_on_every_reader_is_full_and_nobodys_excess(run_dir):

@@ -68,7 +68,13 @@ def test_a_part_without_its_extra_says_which_one_to_install():
     source = "import typer\ndef demo():\n  import zmq"
     refused = arena("demo", before=f"{without('zmq')}; {with_part('demo', source)}")
     assert refused.returncode == 1
-    assert refused.stderr == "arena: this needs zmq; run: pip install 'arena-dataplane[remote]'\n"
+    assert refused.stderr == "arena: this needs pyzmq; run: pip install 'arena-dataplane[remote]'\n"
+
+
+def test_a_demo_of_photographs_without_pillow_names_it_and_starts_nothing(run_dir, tmp_path):
+    refused = arena("demo", "--images", str(tmp_path), before=without("PIL"))
+    assert refused.returncode == 1
+    assert refused.stderr == "arena: this needs Pillow; run: pip install 'arena-dataplane[images]'\n"
 
 
 def test_a_missing_module_of_our_own_stays_an_error():
@@ -79,3 +85,20 @@ def test_a_missing_module_of_our_own_stays_an_error():
 def test_gc_says_when_there_is_nothing_to_remove(run_dir):
     ran = arena("gc")
     assert ran.stdout == "nothing to remove\n", ran.stderr
+
+
+def test_gc_makes_no_directory_of_one_that_does_not_exist(run_dir, monkeypatch):
+    missing = run_dir / "missing"
+    given = arena("gc", "--run-dir", str(missing))
+    monkeypatch.setenv("ARENA_RUN_DIR", str(missing))
+    for ran in (given, arena("gc")):
+        assert (ran.returncode, ran.stdout) == (1, "")
+        assert ran.stderr == f"arena gc: {missing} does not exist\n"
+    assert not missing.exists()
+
+
+def test_gc_refuses_a_file_in_one_line(run_dir):
+    (run_dir / "file").touch()
+    ran = arena("gc", "--run-dir", str(run_dir / "file"))
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert ran.stderr.startswith(f"arena gc: can't use {run_dir}/file as run directory")

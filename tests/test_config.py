@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from arena import MessageQueue, QueueConfig
-from arena.config import check_readers, check_timeout
+from arena.config import check_readers, check_timeout, unknown_variables
 from arena.errors import InvalidArgument, QueueTimeout
 from arena.layout import MAX_READERS
 
@@ -33,8 +33,12 @@ def refused(**settings: object) -> InvalidArgument:
     (name,) = settings
     assert name in str(caught.value), "the error names the setting"
     assert caught.value.expected
-    assert caught.value.found == repr(settings[name])
+    assert caught.value.found.startswith(repr(settings[name]))
     return caught.value
+
+
+def is_of_the_wrong_type(error: InvalidArgument, value: object) -> bool:
+    return "is of the wrong type" in str(error) and error.found == f"{value!r} of type {type(value).__name__}"
 
 
 def test_the_table_here_knows_every_field():
@@ -52,14 +56,17 @@ def test_the_ends_of_a_range_are_inside_it(name, least, most):
 def test_a_number_beyond_its_range_is_refused(name, least, most):
     for value in (least - 1, most + 1, -1, -(1 << 70), 1 << 70):
         error = refused(**{name: value})
+        assert f"{name} is out of range" in str(error)
         assert str(least) in error.expected
         assert str(most) in error.expected
 
 
 @pytest.mark.parametrize("value", ["64", 64.0, math.nan, math.inf, None, True, [64], b"64"], ids=repr)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_whole_number_is_refused(name, value):
-    refused(**{name: value})
+def test_what_is_no_whole_number_is_refused_for_its_type(name, value):
+    error = refused(**{name: value})
+    assert is_of_the_wrong_type(error, value)
+    assert "(int)" in error.expected
 
 
 @pytest.mark.parametrize("value", [257, 320 + 8, (16 << 10) - 1])
@@ -70,12 +77,12 @@ def test_slots_that_share_a_cache_line_are_refused(value):
 @pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", [1, 0, "no", "true", None], ids=repr)
 def test_a_switch_is_on_or_off(name, value):
-    refused(**{name: value})
+    assert is_of_the_wrong_type(refused(**{name: value}), value)
 
 
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, "1", None, True, [1.0]], ids=repr)
 def test_a_stall_takes_a_time_above_zero(value):
-    refused(stall_warning_s=value)
+    assert ("out of range" in str(refused(stall_warning_s=value))) == (type(value) in (int, float))
 
 
 @pytest.mark.parametrize("value", [0.001, 1, 3600.0, math.inf])
@@ -103,7 +110,7 @@ def test_a_readers_death_is_raised_or_not(value):
 
 @pytest.mark.parametrize("value", ["", None, 7, b"queue", "a\0b", "a\nb", "x" * 201, "\u00e4" * 101], ids=len_or_repr)
 def test_a_name_is_a_short_text(value):
-    refused(name=value)
+    assert is_of_the_wrong_type(refused(name=value), value) == (type(value) is not str)
 
 
 @pytest.mark.parametrize("value", ["q", "tp 0/engine@2", "x" * 200, "\u00e4" * 100, "日本"], ids=len_or_repr)
@@ -113,7 +120,7 @@ def test_a_name_may_hold_anything_that_prints(value):
 
 @pytest.mark.parametrize("value", [7, b"/tmp", True], ids=repr)
 def test_a_run_directory_is_a_path(value):
-    refused(run_dir=value)
+    assert is_of_the_wrong_type(refused(run_dir=value), value)
 
 
 def test_a_configuration_can_neither_change_nor_lose_anything_on_its_way():
@@ -196,6 +203,31 @@ def test_any_other_variable_is_checked_like_its_field(variable, text, monkeypatc
         QueueConfig().from_environment()
 
 
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("ARENA_SLOT", "ARENA_SLOT (did you mean ARENA_SLOTS?)"),
+        ("ARENA_MAXARENA_BYTES", "ARENA_MAXARENA_BYTES (did you mean ARENA_MAX_ARENA_BYTES?)"),
+        ("ARENA_RUNDIR", "ARENA_RUNDIR (did you mean ARENA_RUN_DIR?)"),
+        ("ARENA_SERVICE_HOST", "ARENA_SERVICE_HOST"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_told_once_to_whoever_listens(variable, told, monkeypatch, run_dir):
+    monkeypatch.setenv(variable, "3")
+    assert unknown_variables() == [told]
+    warnings: list[str] = []
+    with MessageQueue(1, config=QueueConfig(name="steps"), on_warning=warnings.append) as queue:
+        assert queue.config == QueueConfig(name="steps", run_dir=str(run_dir))
+    assert warnings == [f"no setting of queue 'steps' is called {told}"]
+
+
+def test_a_variable_that_means_something_is_no_misspelt_setting(monkeypatch):
+    for field in dataclasses.fields(QueueConfig):
+        monkeypatch.setenv(f"ARENA_{field.name.upper()}", "1")
+    monkeypatch.setenv("ARENA_CI", "1")
+    assert unknown_variables() == []
+
+
 # --- arguments of the verbs ------------------------------------------------------------------------------------------
 
 
@@ -206,7 +238,8 @@ def test_a_queue_has_at_least_one_reader(n_reader):
 
 @pytest.mark.parametrize("n_reader", [0, -1, MAX_READERS + 1, 1.0, "1", None, True])
 def test_a_number_of_readers_that_is_none_is_refused(n_reader):
-    with pytest.raises(InvalidArgument, match="n_reader"):
+    trouble = "out of range" if type(n_reader) is int else "of the wrong type"
+    with pytest.raises(InvalidArgument, match=f"n_reader is {trouble}"):
         check_readers(n_reader, None)
 
 
@@ -225,4 +258,5 @@ def test_a_timeout_is_none_or_seconds(timeout, seconds):
 def test_a_timeout_that_is_no_time_is_refused(timeout):
     with pytest.raises(InvalidArgument, match="timeout") as caught:
         check_timeout(timeout)
-    assert caught.value.found == repr(timeout)
+    assert is_of_the_wrong_type(caught.value, timeout) == (type(timeout) not in (int, float))
+    assert caught.value.found.startswith(repr(timeout))

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,9 @@ from arena.errors import (
 from arena.probe import collect_garbage
 from arena.probe.directory import KEPT_DEAD
 from tests.support import fleet as hand
-from tests.support.fleet import Fleet, Here, eventually, within
+from tests.support.fleet import Here, eventually, within
 
 pytestmark = pytest.mark.usefixtures("run_dir")
-
-
-@pytest.fixture
-def fleet(run_dir) -> Iterator[Fleet]:
-    with Fleet() as workers:
-        yield workers
 
 
 class Thread(threading.Thread):

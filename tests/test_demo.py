@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 
 from telemetry import cli
 from telemetry.commands.demo.engine import InFlight
+from telemetry.commands.demo.interrupts import Interrupts
 from telemetry.commands.demo.layer import HIDDEN, PATCH_VALUES, Layer, digest, sample
 from telemetry.commands.demo.options import Refused
 from telemetry.commands.demo.pictures import Picture, dynamic_resolution, patches, photographs, synthetic
@@ -25,6 +28,8 @@ from telemetry.commands.demo.results import spread
 from telemetry.commands.demo.scheduler import STEP_TOKENS, Scheduler, Tracked
 from telemetry.commands.demo.wire import Answer
 from telemetry.commands.demo.workload import Request, plan
+from tests.support.fleet import eventually
+from tests.support.scraping import scrape
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-c", "import sys; sys.argv[0] = 'arena'; from telemetry.cli import main; main()", "demo"]
@@ -72,8 +77,12 @@ def running(*arguments: str | Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 def wait_until_it_serves(process: "subprocess.Popen[str]") -> None:
+    wait_until_it_says(process, " s  step")
+
+
+def wait_until_it_says(process: "subprocess.Popen[str]", words: str) -> None:
     assert process.stderr
-    assert any(" s  step" in line for line in process.stderr), "it ended before it showed any progress"
+    assert any(words in line for line in process.stderr), f"it ended before it said {words!r}"
 
 
 def members(session: int) -> list[int]:
@@ -105,9 +114,17 @@ def finished(process: "subprocess.Popen[str]", code: int = 0) -> str:
 
 def test_compared_runs_serve_the_same_requests_and_prove_it(small_images, places):
     with running("--compare", "--json", "--seconds", "1", "--images", small_images) as process:
-        report = json.loads(finished(process))
+        output, progress = process.communicate(timeout=50)
         assert_nothing_is_left(process.pid, places)
+    report = json.loads(output)
     off, on = report["runs"]
+    said = [line.rstrip() for line in progress.splitlines()]
+    assert said[:2] == ["loading torch, here and for the workers", "photographs: 3, of 2 to 2 MB as patches"]
+    arms = [line.split()[1].strip(":") for line in said[2:]]
+    assert arms == sorted(arms), "first off, then on, and each line says which"
+    for arm in ("arena off", "arena on"):
+        assert f"{arm}: starting 2 workers" in said
+        assert any(line.startswith(f"{arm}   0.0 s  step 1: ") for line in said)
     assert report["ok"]
     assert (off["arena"], on["arena"]) == ("off", "on")
     assert off["offered"] == on["offered"] == off["completed"] == on["completed"]
@@ -133,13 +150,45 @@ def test_survivors_go_on_without_a_killed_reader(small_images, places):
     assert run["mismatches"] == []
 
 
+def test_it_serves_metrics_that_name_a_slow_reader_meanwhile(small_images, places):
+    arguments = ("--metrics-port", "0", "--slow-reader", "1:30", "--seconds", "4", "--images", small_images)
+    with running(*arguments) as process:
+        line = next(line for line in process.stderr if line.startswith("serving "))
+        exporter = SimpleNamespace(url=line.split()[-1])
+        excess = eventually(lambda: _excess_of_readers(exporter), every=0.1)
+        assert excess["1"] > excess["0"]
+        finished(process)
+        assert_nothing_is_left(process.pid, places)
+
+
+def _excess_of_readers(exporter: SimpleNamespace) -> dict[str, float] | None:
+    found = scrape(exporter)
+    excess = found.by("reader", "writer_blocked_excess_seconds_total", queue="demo:steps")
+    answers = {labels["queue"] for labels, _ in found.all("queue_info")} - {"demo:steps"}
+    enough = excess.get("1", 0) > 0.5 and answers == {"demo:answers:0", "demo:answers:1"}
+    return excess if enough else None
+
+
+def test_a_metrics_port_that_is_taken_is_one_clear_line(places):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with running("--metrics-port", port, "--seconds", "1") as process:
+            _, errors = process.communicate(timeout=50)
+            assert process.returncode == 1
+            assert_nothing_is_left(process.pid, places)
+    assert f"arena demo: can't serve metrics at 127.0.0.1 port {port}" in errors.splitlines()[-1]
+
+
 def test_the_table_names_a_slow_reader(small_images, places):
     with running("--slow-reader", "1:30", "--seconds", "1", "--images", small_images) as process:
         table = finished(process)
         assert_nothing_is_left(process.pid, places)
     cells = [line.split("  ")[-1].strip() for line in table.splitlines() if line.startswith("writer blocked most by")]
     assert cells == ["reader 1"], table
-    assert "every token is the layer's" in table
+    rows = [line.split() for line in table.splitlines()]
+    assert ["fallbacks", "none"] in rows
+    assert ["with", "a", "picture", "2"] in rows
+    assert "Every worker found the pixels that were sent, and every token is the layer's." in table
 
 
 @pytest.mark.parametrize("to_all", [True, False], ids=["ctrl-c", "sigterm"])
@@ -155,9 +204,30 @@ def test_an_interrupt_ends_it_with_what_there_is(to_all, small_images, places):
         assert time.monotonic() - interrupted_at < 8  # about one when the machine is free
         assert process.returncode == 128 + (signal.SIGINT if to_all else signal.SIGTERM)
         assert "Traceback" not in errors
-        assert "interrupted after" in output
+        assert "Interrupted after" in output
         assert "time to first token, p99" in output
         assert_nothing_is_left(process.pid, places)
+
+
+@pytest.mark.parametrize("words", ["loading torch", "arena on: starting 2 workers"])
+def test_an_interrupt_before_anything_was_measured_says_so(words, small_images, places):
+    with running("--seconds", "60", "--images", small_images) as process:
+        wait_until_it_says(process, words)
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=40)
+        assert (process.returncode, output) == (128 + signal.SIGINT, "")
+        assert errors.splitlines()[-1] == "arena demo: interrupted before anything was measured"
+        assert "Traceback" not in errors
+        assert_nothing_is_left(process.pid, places)
+
+
+def test_an_interrupt_that_was_swallowed_is_insisted_on():
+    with Interrupts() as interrupts:
+        interrupts.insist()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.insist()
 
 
 def test_workers_do_not_outlive_a_killed_engine(small_images, run_dir):
@@ -179,6 +249,7 @@ def test_workers_do_not_outlive_a_killed_engine(small_images, run_dir):
         (["--seconds", "-1"], "--seconds takes a number above 0, not -1"),
         (["--seconds", "nan"], "--seconds takes a number above 0, not nan"),
         (["--images", "/nowhere"], "--images takes a directory, and /nowhere is none"),
+        (["--metrics-port", "-1"], "--metrics-port takes a port, or 0 for a free one, not -1"),
         (["--slow-reader", "1"], "--slow-reader takes RANK:MS, such as 1:20, not '1'"),
         (["--slow-reader", "1:-5"], "--slow-reader takes RANK:MS, neither of them negative, not '1:-5'"),
         (["--slow-reader", "2:5"], "--slow-reader names reader 2, and the readers are 0 to 1"),

@@ -1,7 +1,6 @@
 """Queues over a process group: three processes and gloo."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,9 @@ import torch
 
 from arena import MessageQueue
 from arena.errors import InvalidArgument, QueueTimeout, RunDirectoryError
-from tests.support.fleet import Fleet, Here, Worker
+from tests.support.fleet import Here, Worker
 
 WORLD = 3
-
-
-@pytest.fixture
-def fleet(run_dir) -> Iterator[Fleet]:
-    with Fleet() as workers:
-        yield workers
 
 
 @pytest.fixture

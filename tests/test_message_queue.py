@@ -30,15 +30,9 @@ from arena.errors import (
     WrongEnd,
 )
 from tests.support import fleet as hand
-from tests.support.fleet import Fleet, eventually, within
+from tests.support.fleet import eventually, within
 
 pytestmark = pytest.mark.usefixtures("run_dir")
-
-
-@pytest.fixture
-def fleet(run_dir) -> Iterator[Fleet]:
-    with Fleet() as workers:
-        yield workers
 
 
 @pytest.fixture
@@ -463,11 +457,23 @@ def test_a_number_of_readers_that_is_none_is_refused(run_dir, n_reader):
     assert list(run_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize("shape", [(-1,), (2, -3), ("x",), 1.5])
+@pytest.mark.parametrize("shape", [(-1,), (2, -3), ("x",), (2.0,), 1.5, None, (1 << 62, 8), (1 << 70,)])
 def test_a_shape_that_is_none_is_refused_before_any_memory_is_taken(pair, shape):
     queue, _ = pair()
-    with pytest.raises((TypeError, RuntimeError, ValueError)), queue.lend(shape, torch.float32):
+    with pytest.raises(InvalidArgument, match="no tensor of this shape") as caught, queue.lend(shape, torch.float32):
         pass
+    assert caught.value.found == f"{shape!r} of torch.float32"
+    assert caught.value.expected
+    assert caught.value.remedy
+    assert queue.statistics().arena_used_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", None, float, np.float32, np.dtype("float32"), 4])
+def test_a_type_that_is_none_of_torchs_is_refused_before_any_memory_is_taken(pair, dtype):
+    queue, _ = pair()
+    with pytest.raises(InvalidArgument, match=r"dtype is of the wrong type; expected a torch\.dtype") as caught:
+        queue.lend((4,), dtype).__enter__()
+    assert caught.value.found == f"{dtype!r} of type {type(dtype).__name__}"
     assert queue.statistics().arena_used_bytes == 0
 
 

@@ -1,6 +1,7 @@
 """Attaching and leaving: who may, in which order, how often, and what a stranger can do about it."""
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import os
@@ -8,6 +9,7 @@ import random
 import resource
 import signal
 import socket
+import subprocess
 import threading
 import time
 from array import array
@@ -32,17 +34,12 @@ from arena.errors import (
     QueueTimeout,
     UseAfterFork,
 )
-from arena.probe import collect_garbage, pages
+from arena.peers import Process
+from arena.probe import collect_garbage, identity, pages
 from tests.support import fleet as hand
-from tests.support.fleet import Fleet, Here, arena_maps, cpu_seconds, eventually, open_fds, within
+from tests.support.fleet import Here, arena_maps, cpu_seconds, eventually, open_fds, within
 
 pytestmark = pytest.mark.usefixtures("run_dir")
-
-
-@pytest.fixture
-def fleet(run_dir) -> Iterator[Fleet]:
-    with Fleet() as workers:
-        yield workers
 
 
 @pytest.fixture
@@ -405,6 +402,36 @@ def test_a_reader_that_leaves_without_having_read_holds_no_block(fleet):
         with queue.lend((nbytes,), torch.uint8):
             pass
         assert queue.statistics().holds_reclaimed == 0
+
+
+# ── what keeps a process from running ────────────────────────────────────────────────────────────
+def test_a_process_that_is_stopped_is_told_from_one_that_runs_sleeps_or_is_gone(fleet):
+    worker = fleet.start()
+    who = identity(worker.pid)
+    peer = Process(who, None)
+    assert peer.halted_by() == ""
+    worker.freeze()
+    assert peer.halted_by() == "a signal"
+    for stranger in (replace(who, start_ticks=who.start_ticks + 1), replace(who, pid_namespace=1)):
+        assert Process(stranger, None).halted_by() == ""
+    worker.thaw()
+    eventually(lambda: peer.halted_by() == "")
+    worker.freeze()
+    worker.kill()
+    assert peer.halted_by() == ""
+
+
+def test_a_process_in_a_debugger_is_told_from_one_that_was_stopped():
+    trace = ctypes.CDLL(None, use_errno=True).ptrace
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            if trace(16, child.pid, None, None):  # PTRACE_ATTACH
+                pytest.skip("this process may not trace its children")
+            os.waitpid(child.pid, os.WUNTRACED)
+            assert Process(identity(child.pid), None).halted_by() == "a debugger"
+            trace(17, child.pid, None, None)  # PTRACE_DETACH
+        finally:
+            child.kill()
 
 
 # ── a writer that does not answer ────────────────────────────────────────────────────────────────

@@ -69,6 +69,11 @@ class Process:
             return _signal_name(os.WTERMSIG(status))
         return f"it exited with status {os.WEXITSTATUS(status)} and without shutdown()"
 
+    def halted_by(self) -> str:
+        """What keeps it from running at all, in words; empty where nothing does, or nobody here can tell."""
+        state = _stat(self.who)[:1]
+        return "a signal" if state == [b"T"] else "a debugger" if state == [b"t"] else ""
+
     def close(self) -> None:
         """Give the pidfd back."""
         if self._seen_dead:
@@ -132,16 +137,19 @@ def _status_from_kernel(fd: int) -> int | None:
 
 def _status_of_zombie(who: Identity) -> int | None:
     """The same from /proc, which tells it until the process is reaped."""
+    fields = _stat(who)
+    return int(fields[49]) if fields and fields[0] in (b"Z", b"X") else None
+
+
+def _stat(who: Identity) -> list[bytes]:
+    """What /proc tells of it, from its state on; nothing where it is gone or belongs to another pid namespace."""
     if who.pid_namespace != identity().pid_namespace:
-        return None
+        return []
     try:
         fields = Path(f"/proc/{who.pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
-        return None
-    state, start_ticks, status = fields[0], int(fields[19]), int(fields[49])
-    if state not in (b"Z", b"X") or start_ticks != who.start_ticks:
-        return None
-    return status
+        return []
+    return fields if int(fields[19]) == who.start_ticks else []
 
 
 def credentials(connection: socket.socket) -> tuple[int, int, int]:

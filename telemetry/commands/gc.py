@@ -6,16 +6,26 @@ from typing import Annotated
 import typer
 
 from arena import probe
+from arena.errors import RunDirectoryError
 
 
 def gc(
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="The run directory to clean; left out, the one that a queue started now would use."),
+        typer.Option(
+            envvar="ARENA_RUN_DIR",
+            help="The run directory to clean; left out, the one that a queue started now would use.",
+        ),
     ] = None,
 ) -> None:
     """Remove the files of queues whose processes are all dead."""
-    removed = probe.collect_garbage(run_dir=run_dir)
+    try:
+        if run_dir is not None and not run_dir.exists():  # to look for it is not to make it
+            raise RunDirectoryError(f"{run_dir} does not exist")
+        removed = probe.collect_garbage(run_dir=run_dir)
+    except RunDirectoryError as error:
+        typer.echo(f"arena gc: {error}", err=True)
+        raise typer.Exit(1) from None
     for path in removed:
         typer.echo(f"removed {path}")
     if not removed:

@@ -4,7 +4,6 @@ A forkserver that has torch loaded forks each child, so that a child costs milli
 lock of pytest's. Functions and arguments are pickled: a function has to stand at the top of its module.
 """
 
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -15,12 +14,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from tests.support.fleet import PRELOADED, die_with_parent
+
 DEADLINE_S = 60.0
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "numpy", "pytest", "arena.writer", "arena.reader", "tests.support.processes", "tests.support.fleet"]
-)
+context.set_forkserver_preload([*PRELOADED, "tests.support.processes"])
 
 
 class ChildDied(AssertionError):
@@ -91,7 +90,7 @@ def run(function: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> An
 
 
 def _child(sender: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    _die_with_parent()
+    die_with_parent()  # the forkserver, which ends with the test run however that ends
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=sys.__stderr__)
     os.environ.clear()
     os.environ.update(environment)
@@ -103,8 +102,3 @@ def _child(sender: Any, environment: dict[str, str], function: Callable[..., Any
         sender.send(answer)
     except Exception as error:
         sender.send((False, RuntimeError(f"the child's answer can't be pickled: {answer!r}"), repr(error)))
-
-
-def _die_with_parent() -> None:
-    """The parent is the forkserver, which ends with the test run however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -94,6 +94,8 @@ def absent(case: str, missing: Mapping[str, str], failed: Mapping[str, str]) -> 
 
 def run(measure: Callable[[Settings], Report], settings: Settings, *, as_json: bool, check: bool) -> None:
     """Measures and prints. Exit code 1: a block failed, or with `check` a requirement was missed."""
+    if check and not settings.comparable:
+        raise typer.BadParameter("a shortened run is not comparable, and checks nothing", param_hint="--check")
     try:
         report = measure(settings)
     except BlockFailed as failure:
@@ -118,7 +120,10 @@ def show(report: Report, console: Console) -> None:
         highlight=False,
     )
     if not report.settings.comparable:
-        console.print("NOT COMPARABLE: a shortened run only shows that everything works.", style="yellow")
+        console.print(
+            "NOT COMPARABLE: a shortened run only shows that everything works, so no requirement is judged by it.",
+            style="yellow",
+        )
     for remark in report.remarks:
         console.print(remark, highlight=False)
     console.print(_figures(report))
@@ -152,7 +157,8 @@ def _figures(report: Report) -> Table:
 def _requirements(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title="requirements", title_justify="left")
     table.add_column("requirement")
-    for heading in ("required", "measured", "(rounds)", "pass"):
+    verdict = ["pass"] if report.settings.comparable else []
+    for heading in ["required", "measured", "(rounds)", *verdict]:
         table.add_column(heading, justify="right", no_wrap=True)
     for item in report.requirements:
         rounds = f"{_three_digits(item.low)}–{_three_digits(item.high)}" if item.low != item.high else ""
@@ -161,7 +167,7 @@ def _requirements(report: Report) -> Table:
             f"<= {item.limit:g} {item.unit}",
             f"{_three_digits(item.measured)} {item.unit}",
             rounds,
-            "yes" if item.passed else "NO",
+            *(("yes" if item.passed else "NO") for _ in verdict),
         )
     return table
 

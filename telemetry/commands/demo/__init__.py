@@ -7,6 +7,9 @@ imports torch, so that both do it at the same time.
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,10 +24,11 @@ from telemetry.commands.demo.server import WorkerFailed, start_server, stop_serv
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 if TYPE_CHECKING:
+    from telemetry.commands.demo.progress import Watch
     from telemetry.commands.demo.results import Result
 
 
-def demo(
+def demo(  # noqa: PLR0913, PLR0917 - an option each
     readers: Annotated[int, typer.Option(metavar="N", help="Worker processes that read what the engine sends.")] = 2,
     seconds: Annotated[float, typer.Option(help="For how long requests arrive.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Draws the requests; the same seed makes the same ones.")] = 0,
@@ -41,6 +45,10 @@ def demo(
     ] = None,
     kill_reader: Annotated[
         str | None, typer.Option(metavar="RANK:AT", help="Kill this worker, so many seconds into the run.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", help="Serve the metrics meanwhile, on loopback; 0 takes a free port."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and no table.")] = False,
 ) -> None:
@@ -61,6 +69,7 @@ def demo(
             images=images,
             slow_reader=slow and (slow[0], slow[1] / 1e3),
             kill_reader=rank_and_number("--kill-reader", "RANK:AT", kill_reader),
+            metrics_port=metrics_port,
         )
         raise typer.Exit(_run(options, as_json=as_json))
     except Refused as refused:
@@ -76,7 +85,7 @@ def _run(options: Options, *, as_json: bool) -> int:
     load = os.getloadavg()[0]
     with Interrupts() as interrupts:
         try:
-            results = _results(options)
+            results = _results(options, interrupts)
         except KeyboardInterrupt:  # before there was anything to show
             results = []
         finally:
@@ -86,21 +95,38 @@ def _run(options: Options, *, as_json: bool) -> int:
         elif results:
             _show(results, load)
     if interrupts.received is not None:
+        if not results:
+            typer.echo("arena demo: interrupted before anything was measured", err=True)
         return 128 + interrupts.received
     return 0 if all(result.ok for result in results) else 1
 
 
-def _results(options: Options) -> "list[Result]":
+def _results(options: Options, interrupts: Interrupts) -> "list[Result]":
+    if options.images is not None:
+        import_module("PIL")  # to lack it is to be told now, not when the workers have started
+    typer.echo("loading torch, here and for the workers", err=True)
     start_server()
     from rich.console import Console
 
     from telemetry.commands.demo.progress import Watch
 
     with Watch(Console(stderr=True)) as watch:
-        watch.say(f"starting {options.readers} worker{'s' if options.readers > 1 else ''}")
         from telemetry.commands.demo.run import run
 
-        return run(options, watch)
+        with _metrics(options.metrics_port, watch):
+            return run(options, watch, interrupts.insist)
+
+
+@contextmanager
+def _metrics(port: int | None, watch: "Watch") -> Iterator[None]:
+    if port is None:
+        yield
+        return
+    from telemetry.exporter import start_exporter
+
+    with start_exporter(port, on_trouble=watch.say) as exporter:
+        watch.say(f"serving {exporter.url}")
+        yield
 
 
 def _show(results: "list[Result]", load: float) -> None:

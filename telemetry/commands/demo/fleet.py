@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -24,7 +26,14 @@ LEAVE_S = 0.7
 class Fleet:
     """The engine's queue, the workers behind it, and the queues over which they answer."""
 
-    def __init__(self, readers: int, config: QueueConfig, answers: QueueConfig, late_s: dict[int, float]) -> None:
+    def __init__(
+        self,
+        readers: int,
+        config: QueueConfig,
+        answers: QueueConfig,
+        late_s: dict[int, float],
+        on_warning: Callable[[str], None],
+    ) -> None:
         self.answers: dict[int, MessageQueue] = {}
         self.processes: dict[int, ForkServerProcess] = {}
         self.killed_at: dict[int, float] = {}
@@ -32,7 +41,7 @@ class Fleet:
         self._handles: list[Handle] = []
         self._timers: list[Timer] = []
         self._rendezvous = TemporaryDirectory(prefix="arena-demo-")
-        self.queue = MessageQueue(readers, readers, config=config)
+        self.queue = MessageQueue(readers, readers, config=config, on_warning=on_warning)
         self._handles.append(self.queue.export_handle())
         try:
             for rank in range(readers):
@@ -42,7 +51,7 @@ class Fleet:
                     handle=self._handles[0],
                     rendezvous=self._meeting_point(),
                     late_s=late_s.get(rank, 0.0),
-                    answers=answers,
+                    answers=replace(answers, name=f"{answers.name}:{rank}"),
                 )
                 self._start(post)
         except BaseException:

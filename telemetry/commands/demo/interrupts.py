@@ -24,6 +24,11 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def insist(self) -> None:
+        """Interrupt again, after a signal: what it came upon may have swallowed it, as an import of torch does."""
+        if self.received is not None:
+            raise KeyboardInterrupt
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = number

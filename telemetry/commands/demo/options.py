@@ -24,6 +24,7 @@ class Options:
     images: Path | None
     slow_reader: tuple[int, float] | None
     kill_reader: tuple[int, float] | None
+    metrics_port: int | None
 
     def __post_init__(self) -> None:
         if not 1 <= self.readers <= MAX_READERS:
@@ -32,6 +33,8 @@ class Options:
             raise Refused(f"--seconds takes a number above 0, not {self.seconds:g}")
         if self.images is not None and not self.images.is_dir():
             raise Refused(f"--images takes a directory, and {self.images} is none")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise Refused(f"--metrics-port takes a port, or 0 for a free one, not {self.metrics_port}")
         self._check_rank("--slow-reader", self.slow_reader)
         self._check_rank("--kill-reader", self.kill_reader)
         if self.kill_reader and self.readers == 1:

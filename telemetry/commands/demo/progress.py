@@ -30,6 +30,7 @@ class Watch:
             transient=True,
         )
         self._next_at = 0.0
+        self._run = ""
 
     def __enter__(self) -> Watch:
         if self.console.is_terminal:
@@ -48,6 +49,7 @@ class Watch:
 
     def begin(self, description: str, seconds: float) -> None:
         """A run begins."""
+        self._run = description
         for task in self._bar.task_ids:
             self._bar.remove_task(task)
         self._bar.add_task(description, total=seconds, detail="")
@@ -66,5 +68,5 @@ class Watch:
         if self.console.is_terminal:
             self._bar.update(self._bar.task_ids[-1], completed=engine.now_s(), detail=detail, refresh=True)
         else:
-            self.say(f"{engine.now_s():5.1f} s  {detail}")
+            self.say(f"{self._run} {engine.now_s():5.1f} s  {detail}")
         self._next_at = now + (FRAME_S if self.console.is_terminal else LINE_S)

@@ -74,6 +74,11 @@ class Result:
     interrupted: bool
 
     @property
+    def with_picture(self) -> int:
+        """How many of the requests that arrived had a picture."""
+        return sum(seen.n for kind, seen in self.ttft_ms.items() if kind not in ("all", "text"))
+
+    @property
     def culprit(self) -> int | None:
         """The reader that cost the writer most, by what it took beyond all others; None when nobody did."""
         rank = max(self.excess_s_by_reader, key=lambda rank: self.excess_s_by_reader[rank], default=None)
@@ -102,7 +107,12 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Return what json.dumps takes."""
         spreads = {kind: spread._asdict() for kind, spread in self.ttft_ms.items()}
-        return asdict(self) | {"ttft_ms": spreads, "culprit": self.culprit, "ok": self.ok}
+        return asdict(self) | {
+            "ttft_ms": spreads,
+            "with_picture": self.with_picture,
+            "culprit": self.culprit,
+            "ok": self.ok,
+        }
 
 
 def summarise(engine: Engine, *, arena: str, interrupted: bool) -> Result:

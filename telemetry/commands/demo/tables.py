@@ -25,7 +25,7 @@ def show(console: Console, results: Sequence[Result], load: float) -> None:
     console.print(sheet.table)
     console.print()
     for sentence in _sentences(results, load):
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        console.print(sentence[0].upper() + sentence[1:], markup=False, highlight=False, soft_wrap=True)
 
 
 class Sheet:
@@ -44,6 +44,7 @@ class Sheet:
     def requests(self) -> None:
         """How many there were, and whether all were served."""
         self._row("requests", [result.offered for result in self.results], _count)
+        self._row("  with a picture", [result.with_picture for result in self.results], _count)
         self._row("  completed", [result.completed for result in self.results], _count)
         if any(result.without_first_token for result in self.results):
             self._row("  without a first token", [result.without_first_token for result in self.results], _count)
@@ -69,8 +70,12 @@ class Sheet:
         """Which way the bytes went, and why not the fast one."""
         for path in _keys(result.bytes_by_path for result in self.results):
             self._row(f"bytes, {path}", [result.bytes_by_path.get(path, 0) for result in self.results], _megabytes)
-        for reason in _keys(result.fallbacks for result in self.results) or ["none"]:
-            self._row(f"fallbacks, {reason}", [result.fallbacks.get(reason, 0) for result in self.results], _count)
+        reasons = _keys(result.fallbacks for result in self.results)
+        for reason in reasons:
+            told = "arena off" if reason == "disabled" else reason.replace("_", " ")
+            self._row(f"fallbacks, {told}", [result.fallbacks.get(reason, 0) for result in self.results], _count)
+        if not reasons:
+            self._row("fallbacks", [0 for _ in self.results], lambda _: "none")
 
     def blame(self) -> None:
         """For whom the writer waited most; the excess is what that reader took beyond all the others."""
