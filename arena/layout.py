@@ -1,6 +1,6 @@
 """Every byte that two processes share, in one place.
 
-Nothing else in Arena knows an offset. Two kinds of segment are laid out here; probe pages, which only
+Nothing else in Arena knows an offset. Three kinds of segment are laid out here; probe pages, which only
 observers read, are laid out in :mod:`arena.probe.page`.
 
 *Ring segment*: owned by the writer, who alone maps it writable. One header page, then the slots::
@@ -15,6 +15,12 @@ observers read, are laid out in :mod:`arena.probe.page`.
     0      magic, version, rank, pid
     1024   reader words, one cache-line pair each
     4096   when each slot was last released (slots words), then the holds given back (max_holds words)
+
+*Board segment*: one per rank of an all-reduce on the CPU, owned by that rank, who alone maps it writable::
+
+    0      magic, version, rank, world, bytes of a slot
+    1024   the rank's words, one cache-line pair each
+    4096   two slots, used in turn
 
 Every participant's words sit 128 bytes apart: x86 prefetches cache lines in pairs, so 64 would still
 let two owners fight for one pair (the same spacing as Aeron's counters).
@@ -33,6 +39,7 @@ LINE_WORDS: Final = 16
 VERSION: Final = 1
 RING_MAGIC: Final = 0x4152454E_41524E47  # "ARENARNG"
 CONTROL_MAGIC: Final = 0x4152454E_4143544C  # "ARENACTL"
+BOARD_MAGIC: Final = 0x4152454E_41424F41  # "ARENABOA"
 
 # ── identity words, at the head of both segments ─────────────────────────────────────────────────
 IDENTITY_MAGIC: Final = 0
@@ -94,6 +101,16 @@ BLOCK_ALIGN: Final = PAGE
 # A hold as it travels in a frame: segment, offset, bytes, hold id, generation.
 HOLD: Final = "QQQQQ"
 HOLD_BYTES: Final = 40
+
+# ── boards ───────────────────────────────────────────────────────────────────────────────────────
+BOARD_HEAD_WORDS: Final = 5  # magic, version, rank, world, bytes of a slot
+ARRIVED: Final = 0 * LINE_WORDS  # steps this rank has published; the futex that the others park on
+BOARD_PARKED: Final = 1 * LINE_WORDS  # 0, or 1 + the rank whose ARRIVED this rank sleeps on
+BOARD_STATE: Final = 2 * LINE_WORDS  # 0 while in use; else why nothing more will come
+TAGS: Final = 3 * LINE_WORDS  # what this rank brought to an even step, and one line on, to an odd one
+BOARD_WORDS: Final = 5 * LINE_WORDS
+BOARD_SLOTS: Final = 2
+BOARD_SLOTS_OFFSET: Final = PAGE
 
 
 @dataclass(frozen=True)

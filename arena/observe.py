@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 from arena.blame import Charge
 from arena.errors import ArenaError, CorruptFrame, DecodeFailed, EncodeFailed, HandleMismatch, PeerDied, QueueTimeout
 from arena.probe import Event, Probe
+from arena.probe.hooks import Sampled, Trace
 from arena.probe.metrics import ERROR_KINDS, FALLBACK_REASONS, PATHS
-from arena.probe.page import BURST_PERIOD, L_SEQUENCE, L_SEQUENCE_NS, LOOKS_A_WINDOW
+from arena.probe.page import (
+    BURST_PERIOD,
+    EVENT_GAP_NS,
+    L_SEQUENCE,
+    L_SEQUENCE_NS,
+    LOOKS_A_WINDOW,
+    NO_TRACE,
+    TRACE_CREDIT_NS,
+)
 from arena.state import Endpoint
 
 if TYPE_CHECKING:
@@ -111,6 +120,18 @@ class _Log:
         probe.flush(now_ns)
 
 
+class Sending:
+    """A sampled message on its way: the context that goes with it, and what its span will need."""
+
+    __slots__ = ("began_ns", "encode_ns", "parent", "trace")
+
+    def __init__(self, sampled: Sampled, began_ns: int) -> None:
+        self.trace: Trace = sampled[:3]
+        self.parent = sampled[3]
+        self.began_ns = began_ns
+        self.encode_ns = 0  # stays so if it is only sampled once it has been slow
+
+
 class WriterLog(_Log):
     """What the writer records."""
 
@@ -132,9 +153,13 @@ class WriterLog(_Log):
         "_serialize",
         "_slots",
         "_tabled",
+        "_traced",
+        "_traced_until_ns",
+        "_untraced",
         "_wait",
         "_waits",
         "inline_bytes",
+        "sending",
     )
 
     def __init__(self, probe: Probe, waiter: Waiter, roster: Roster, pool: BlockPool, slots: int) -> None:
@@ -146,6 +171,8 @@ class WriterLog(_Log):
         self._other_frames = 0  # frames that were not one small message each
         self._tabled = 0  # those among them that were an inline message all the same
         self._published = 0  # as far as this log has seen
+        self.sending: Sending | None = None
+        self._traced_until_ns = 0  # as far as the events of sampled messages reach, at one in 5 ms
         word = probe.word
         self._messages = {path: word("messages_published_total", path) for path in PATHS}
         self._bytes = {path: word("published_bytes_total", path) for path in PATHS}
@@ -159,6 +186,8 @@ class WriterLog(_Log):
         self._full = word("writer_blocked_full_seconds_total")
         self._waits = word("writer_blocked_total")
         self._wait = word("writer_wait_seconds")
+        self._traced = word("traces_sampled_total")
+        self._untraced = word("traces_dropped_total")
         gauges = ("segments", "segment_size_bytes", "block_used_bytes", "block_used_max_bytes", "block_budget_bytes")
         self._gauges = {name: word(name) for name in (*gauges, "block_largest_free_bytes", "holds_used")}
         self.flush(_monotonic_ns())
@@ -204,26 +233,67 @@ class WriterLog(_Log):
             self.probe.count(self._bytes[path], nbytes)
         if reasons:
             self.fallback(reasons, sequence, nbytes)
-        self.probe.message_event(Event.PUBLISH, sequence, _monotonic_ns(), took_ns, nbytes)
+        now_ns = _monotonic_ns()
+        if self.sending is not None:
+            self.sent(self.sending, path, sequence, nbytes, now_ns)
+        elif now_ns >= self.probe.next_event_ns:
+            self.probe.message_event(Event.PUBLISH, sequence, now_ns, took_ns, nbytes)
 
     def copied(self, sequence: int, nbytes: int, took_ns: int) -> None:
         """Bytes were copied into a block."""
         self.probe.observe(self._memcpy, took_ns)
         self.probe.count(self._memcpy_bytes, nbytes)
-        self.probe.event(Event.COPY, sequence, _monotonic_ns(), took_ns, nbytes)
+        self._frequent(Event.COPY, sequence, _monotonic_ns(), took_ns, nbytes)
 
     def fallback(self, reasons: set[str], sequence: int, nbytes: int) -> None:
         """A message did not take the fast path, for these reasons."""
         now_ns = _monotonic_ns()
         for reason in reasons:
             self.probe.count(self._fallback[reason])
-            self.probe.event(Event.FALLBACK, sequence, now_ns, FALLBACK_REASONS.index(reason), nbytes)
+            self._frequent(Event.FALLBACK, sequence, now_ns, FALLBACK_REASONS.index(reason), nbytes)
+
+    def _frequent(self, kind: int, sequence: int, now_ns: int, a: int, b: int) -> None:
+        trace = NO_TRACE
+        if self.sending is not None:
+            trace = self.sending.trace
+            self._traced_until_ns += EVENT_GAP_NS
+        self.probe.frequent_event(kind, sequence, now_ns, a, b, trace)
+
+    # ── sampled messages ─────────────────────────────────────────────────────────────────────────
+    def admit(self, sending: Sending, now_ns: int) -> bool:
+        """Whether the flight recorder has room for one more sampled message, until somebody has read the last ones."""
+        self._traced_until_ns = max(self._traced_until_ns, now_ns)
+        if self._traced_until_ns > now_ns + TRACE_CREDIT_NS:
+            self.probe.count(self._untraced)
+            return False
+        self._traced_until_ns += 2 * EVENT_GAP_NS
+        self.probe.count(self._traced)
+        self.sending = sending
+        return True
+
+    def sent(self, sending: Sending, path: str, sequence: int, nbytes: int, now_ns: int) -> None:
+        """A sampled message has been published."""
+        self.sending = None
+        probe, trace = self.probe, sending.trace
+        probe.event(Event.ORIGIN, sequence, sending.began_ns, sending.parent, PATHS.index(path), trace)
+        probe.message_event(Event.PUBLISH, sequence, now_ns, sending.encode_ns, nbytes, trace)
+
+    def error(self, error: ArenaError, sequence: int) -> None:
+        """Count an error that a caller gets to see."""
+        super().error(error, sequence)
+        sending, self.sending = self.sending, None
+        kind = _KIND_OF_ERROR.get(type(error))
+        if sending is not None and kind is not None:  # it was not sent, and its trace says why
+            now_ns, trace = _monotonic_ns(), sending.trace
+            self.probe.event(Event.ORIGIN, sequence, sending.began_ns, sending.parent, 0, trace)
+            self.probe.event(Event.ERROR, sequence, now_ns, ERROR_KINDS.index(kind), 0, trace)
 
     # ── waits ────────────────────────────────────────────────────────────────────────────────────
-    def waiting(self, floor: int, pending: list[Seat], now_ns: int) -> None:
+    def waiting(self, floor: int, pending: list[Seat], now_ns: int, alone_since_ns: int) -> None:
         """The writer waits for these to release `floor`."""
         mask = sum(1 << seat.rank for seat in pending)
-        self.probe.waiting(Endpoint.WAITING, now_ns, floor, mask, pending[0].rank + 1 if pending else 0)
+        wait_on = pending[0].rank + 1 if pending else 0
+        self.probe.waiting(Endpoint.WAITING, now_ns, floor, mask, wait_on, alone_since_ns)
         self.flush(now_ns)
 
     def charge(self, charged: Charge, sequence: int, now_ns: int) -> None:
@@ -234,7 +304,7 @@ class WriterLog(_Log):
         probe.count(self._full, charged.full_ns)
         probe.count(self._waits)
         probe.observe(self._wait, charged.blocked_ns)
-        probe.event(Event.WAIT, sequence, now_ns, charged.blocked_ns, charged.rank)
+        self._frequent(Event.WAIT, sequence, now_ns, charged.blocked_ns, charged.rank)
         self.flush(now_ns)
 
     def stall(self, floor: int, pending: list[Seat], waited_ns: int) -> None:
@@ -280,12 +350,13 @@ class WriterLog(_Log):
 class ReaderLog(_Log):
     """What a reader records."""
 
-    __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved", "pending")
+    __slots__ = ("_delay", "_hold", "_load", "_memcpy", "_memcpy_bytes", "_starved", "_taken", "pending")
 
     def __init__(self, probe: Probe, waiter: Waiter) -> None:
         # So that no message pays for a look at both ends.
         super().__init__(probe, waiter, half_a_period_late=True)
         self.pending: tuple[int, int, int, int] | None = None
+        self._taken: tuple[int, int, int, Trace] | None = None  # a sampled message that its user has
         word = probe.word
         self._delay = word("queue_delay_seconds")
         self._hold = word("reader_hold_seconds")
@@ -324,6 +395,22 @@ class ReaderLog(_Log):
             self._end_window(sequence)
             self.flush(now_ns)
 
+    def taken(self, sequence: int, trace: Trace, times_ns: tuple[int, int, int, int]) -> None:
+        """A sampled message was taken; when it was sent, received, begun to be decoded, and released."""
+        sent_ns, received_ns, decode_ns, released_ns = times_ns
+        self.probe.message_event(
+            Event.CONSUME, sequence, released_ns, max(0, received_ns - sent_ns), released_ns - received_ns, trace
+        )
+        self._taken = (sequence, released_ns, released_ns - decode_ns, trace)
+
+    def done(self) -> None:
+        """The caller is back for more: so long it had the sampled message."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            sequence, released_ns, decode_ns, trace = taken
+            now_ns = _monotonic_ns()
+            self.probe.event(Event.DONE, sequence, now_ns, now_ns - released_ns, decode_ns, trace)
+
     def decoded(self, took_ns: int) -> None:
         """A message of several parts was decoded."""
         self.probe.observe(self._load, took_ns)
@@ -341,6 +428,7 @@ class ReaderLog(_Log):
     def close(self, sequence: int) -> None:
         """The last words; the page goes."""
         self.settle()
+        self.done()
         super().close(sequence)
 
     def flush(self, now_ns: int) -> None:

@@ -8,25 +8,25 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, NamedTuple
 
-# Which extra brings the libraries that a bare install of arena lacks.
-EXTRA_OF_MODULE = {
-    "PIL": "images",
-    "iceoryx2": "bench",
-    "opentelemetry": "telemetry",
-    "prometheus_client": "telemetry",
-    "rich": "telemetry",
-    "typer": "telemetry",
-    "zmq": "remote",
+# What a bare install of arena lacks: the library that a module belongs to, and the extra that brings it.
+LIBRARY_OF_MODULE = {
+    "PIL": ("Pillow", "images"),
+    "iceoryx2": ("iceoryx2", "bench"),
+    "opentelemetry": ("opentelemetry-sdk", "telemetry"),
+    "prometheus_client": ("prometheus-client", "telemetry"),
+    "rich": ("rich", "telemetry"),
+    "typer": ("typer", "telemetry"),
+    "zmq": ("pyzmq", "remote"),
 }
 
 
 def in_one_line(missing: ModuleNotFoundError) -> BaseException:
     """Turn a missing library into the line that says which extra brings it; a defect of our own stays what it is."""
     module = (missing.name or "").partition(".")[0]
-    if module not in EXTRA_OF_MODULE:
+    if module not in LIBRARY_OF_MODULE:
         return missing
-    extra = EXTRA_OF_MODULE[module]
-    return SystemExit(f"arena: this needs {module}; run: pip install 'arena-dataplane[{extra}]'")
+    library, extra = LIBRARY_OF_MODULE[module]
+    return SystemExit(f"arena: this needs {library}; run: pip install 'arena-dataplane[{extra}]'")
 
 
 try:
@@ -55,6 +55,10 @@ class Part(NamedTuple):
 PARTS = (
     Part("demo", "demo", "Watch a queue work, stall and recover."),
     Part("bench", "app", "Measure the queue on this machine."),
+    Part("dashboards", "dashboards", "Write the Grafana dashboards, the alerts and their runbook."),
+    Part("top", "top", "Show every queue live: who waits for whom, since when."),
+    Part("doctor", "doctor", "Explain each queue in sentences, and check the machine."),
+    Part("export", "export", "Serve the metrics of every queue on this host."),
     Part("gc", "gc", "Remove what dead processes left behind."),
 )
 

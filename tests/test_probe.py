@@ -31,6 +31,7 @@ from arena.probe import (
     Probe,
     ProbeReader,
     Role,
+    Wait,
     collect_garbage,
     identity,
     is_alive,
@@ -268,6 +269,34 @@ def test_a_wait_that_goes_on_keeps_its_beginning(probe):
         assert reader.live(page.L_WAIT_SINCE_NS) == 1000
         assert reader.live(page.L_PROGRESS_NS) == 2000
         assert reader.pending() == (2,)
+
+
+def test_a_wait_says_since_when_one_reader_alone_holds_the_slot(probe):
+    with seen(probe) as reader:
+        probe.waiting(EndpointState.WAITING, 1000, 77, 0b110, 2)
+        assert reader.values_and_wait()[1] == Wait(1000, 1000, 77, (1, 2), None)
+        probe.waiting(EndpointState.WAITING, 2000, 77, 0b100, 3, 1500)
+        assert reader.values_and_wait()[1] == Wait(1000, 2000, 77, (2,), (2, 1500))
+        probe.proceeding(EndpointState.WORKING, 3000)
+        assert reader.values_and_wait()[1] == Wait(0, 3000, 0, (), None)
+
+
+def test_a_wait_that_ends_while_the_values_are_read_is_not_in_progress(probe, monkeypatch):
+    probe.waiting(EndpointState.WAITING, 1000, 77, 0b100, 3, 1500)
+    with seen(probe) as reader:
+        monkeypatch.setattr(page.memory, "fence", lambda: probe.proceeding(EndpointState.WORKING, 3000))
+        assert reader.values_and_wait()[1].since_ns == 0
+
+
+def test_a_page_that_is_written_over_while_it_is_open_says_so(probe):
+    with seen(probe) as reader:
+        reader.check_unchanged()
+        probe.flush(5)
+        reader.check_unchanged()
+        probe.words[page.H_PID] += 1
+        with pytest.raises(BadPage, match="written over") as caught:
+            reader.check_unchanged()
+    assert caught.value.reason == "changed"
 
 
 def test_a_wait_that_is_over_leaves_nothing_pending(probe):

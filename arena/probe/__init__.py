@@ -5,22 +5,45 @@ Arena but this package: the metric table, the page's layout, its reader, the run
 of states.
 """
 
+from arena.errors import ArenaError, RunDirectoryError
 from arena.probe import hooks
 from arena.probe.directory import (
+    ENDED,
     collect_garbage,
     is_alive,
     is_degraded,
+    observed_directory,
     pages,
+    process_state,
     queue_directories,
     run_directory,
 )
-from arena.probe.metrics import METRICS, Kind, Metric, Role
+from arena.probe.metrics import (
+    BUCKETS,
+    ERROR_KINDS,
+    FALLBACK_REASONS,
+    HISTOGRAM_WORDS,
+    METRICS,
+    PATHS,
+    READER_LABEL,
+    Kind,
+    Metric,
+    Role,
+)
 from arena.probe.page import Event, Identity, Probe, identity
-from arena.probe.reader import BadPage, BlockRecord, EventRecord, ProbeReader, Sample
+from arena.probe.reader import BadPage, BlockRecord, EventRecord, PageSeries, ProbeReader, Sample, Wait, published_at
 from arena.state import Endpoint as EndpointState
 
 __all__ = [
+    "BUCKETS",
+    "ENDED",
+    "ERROR_KINDS",
+    "FALLBACK_REASONS",
+    "HISTOGRAM_WORDS",
     "METRICS",
+    "PATHS",
+    "READER_LABEL",
+    "ArenaError",
     "BadPage",
     "BlockRecord",
     "EndpointState",
@@ -29,16 +52,22 @@ __all__ = [
     "Identity",
     "Kind",
     "Metric",
+    "PageSeries",
     "Probe",
     "ProbeReader",
     "Role",
+    "RunDirectoryError",
     "Sample",
+    "Wait",
     "collect_garbage",
     "hooks",
     "identity",
     "is_alive",
     "is_degraded",
+    "observed_directory",
     "pages",
+    "process_state",
+    "published_at",
     "queue_directories",
     "run_directory",
 ]

@@ -26,6 +26,9 @@ SOCKET: Final = "attach"
 KEPT_DEAD: Final = 4
 """Dead instances of one name that are kept for a post-mortem when a queue of that name starts."""
 
+ENDED: Final = ("X", "Z")
+"""States of a process that is gone: not there, or not yet asked for by its parent."""
+
 _SAFE_NAME: Final = re.compile(r"[^A-Za-z0-9_.:-]+")
 
 
@@ -35,15 +38,41 @@ def run_directory(configured: str | None = None) -> Path:
     Raises:
         RunDirectoryError: it is a link, belongs to somebody else, or others may write to it.
     """
+    return _own_directory(_run_path(configured))
+
+
+def observed_directory(configured: str | None = None) -> Path:
+    """The run directory for someone who only looks: not created, and anybody's, if not everybody may write to it.
+
+    So a sidecar under another uid may look into a run directory whose group it is in. Where there is no directory
+    yet, there is no queue yet: the path is returned all the same.
+
+    Raises:
+        RunDirectoryError: it is a link or a file, or everybody may write to it.
+    """
+    path = _run_path(configured)
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise RunDirectoryError(
+            f"can't look into {path}", found=error.strerror or "", remedy="join its group, or run under its uid"
+        ) from error
+    _check(path, status, owner=None)
+    return path
+
+
+def _run_path(configured: str | None) -> Path:
     explicit = configured or os.environ.get("ARENA_RUN_DIR")
     if explicit:
-        return _own_directory(Path(explicit))
+        return Path(explicit)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
-        return _own_directory(Path(runtime) / "arena")
+        return Path(runtime) / "arena"
     shm = Path("/dev/shm")
     parent = shm if os.access(shm, os.W_OK) else Path("/tmp")
-    return _own_directory(parent / f"arena-{os.getuid()}")
+    return parent / f"arena-{os.getuid()}"
 
 
 def is_degraded(directory: Path) -> bool:
@@ -67,6 +96,8 @@ def queue_directory(root: Path, name: str, instance: str) -> Path:
     path = root / f"{safe_name(name)}@{instance}"
     try:
         path.mkdir(mode=0o750)
+        if root.stat().st_mode & stat.S_IRGRP:  # its user lets the group look in, whatever this process's umask
+            path.chmod(0o750 | stat.S_ISGID & path.stat().st_mode)
     except OSError as error:
         raise RunDirectoryError(
             f"can't create {path}",
@@ -130,13 +161,41 @@ def remove_dead_pages(directory: Path, rank: int, *, keep: int) -> None:
 
 
 def is_alive(owner: Identity) -> bool | None:
-    """Whether the process lives; None where this pid namespace can't tell."""
+    """Whether the process lives; None where this process can't tell."""
+    state = process_state(owner)
+    return state not in ENDED if state else None
+
+
+def process_state(owner: Identity) -> str:
+    """The letter that /proc gives the process (R, S, D, T stopped, ...), one of `ENDED`, or "" where it can't be told.
+
+    It can't from another pid namespace, nor under another uid where /proc hides what belongs to others.
+    """
     if owner.pid_namespace != namespace("pid"):
-        return None
+        return ""
     try:
-        return identity(owner.pid).start_ticks == owner.start_ticks and not _is_zombie(owner.pid)
-    except ProcessLookupError:
+        fd = os.open(f"/proc/{owner.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return "" if _is_hidden(owner.pid) else "X"
+    try:
+        status = os.read(fd, 4096)
+    except OSError:  # it ended in between
+        return "X"
+    finally:
+        os.close(fd)
+    letter, *fields = status[status.rindex(b")") + 2 :].split()
+    return letter.decode() if int(fields[18]) == owner.start_ticks else "X"
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process behind a number that /proc does not show."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OverflowError, ProcessLookupError):
         return False
+    return False  # it could be signalled, so it would have been shown: it ended in between
 
 
 def collect_garbage(
@@ -211,14 +270,6 @@ def _age_s(directory: Path) -> float:
         return 0.0
 
 
-def _is_zombie(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return True
-    return status[status.rindex(b")") + 2 :][:1] in (b"Z", b"X")
-
-
 def _inside(path: str, mount: str) -> bool:
     return path == mount or path.startswith(mount.rstrip("/") + "/")
 
@@ -233,20 +284,25 @@ def _own_directory(path: Path) -> Path:
             found=error.strerror or "",
             remedy="set ARENA_RUN_DIR to a directory of yours",
         ) from error
+    _check(path, status, owner=os.getuid())
+    return path
+
+
+def _check(path: Path, status: os.stat_result, *, owner: int | None) -> None:
     trouble = ""
     if stat.S_ISLNK(status.st_mode):
         trouble = "a symbolic link"
     elif not stat.S_ISDIR(status.st_mode):
         trouble = "a file"
-    elif status.st_uid != os.getuid():
+    elif owner is not None and status.st_uid != owner:
         trouble = f"a directory of uid {status.st_uid}"
     elif status.st_mode & stat.S_IWOTH:
         trouble = "a directory that anybody may write to"
     if trouble:
+        whose = "a directory" if owner is None else f"a directory of uid {owner}"
         raise RunDirectoryError(
             f"refusing {path} as run directory",
-            expected=f"a directory of uid {os.getuid()} that others can't write to",
+            expected=f"{whose} that others can't write to",
             found=trouble,
             remedy="remove it or set ARENA_RUN_DIR to a directory of yours",
         )
-    return path

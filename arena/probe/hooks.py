@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 Trace = tuple[int, int, int]
 """Three opaque words of trace context, carried in a frame's header."""
 
-trace_source: Callable[[], Trace | None] | None = None
-"""Called by a writer for each message, when set: the context to send with it, or None for an unsampled one."""
+Sampled = tuple[int, int, int, int]
+"""The same three, and a fourth that stays in the writer's flight recorder: the span that the sender was in."""
 
-trace_sink: Callable[[Trace | None], None] | None = None
-"""Called by a reader for each message, when set, with the context that came with it, or None."""
+trace_source: Callable[[int], Sampled | None] | None = None
+"""Called by a writer, when set: the context to send with a message, or None for an unsampled one.
+
+Asked for each message before it is encoded, with 0; and once more before it is published, if it was not sampled and had
+to wait for a slot or was copied into blocks, with the ns that this took.
+"""
+
+trace_sink: Callable[[Trace | None, int], None] | None = None
+"""Called by a reader, when set, with the context that came with a message and the reader's rank; with None instead once
+its caller is back for more. Not called for messages without context."""
+
+page_made: Callable[[Path], None] | None = None
+"""Called, when set, with each probe page that this process makes."""

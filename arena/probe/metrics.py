@@ -136,6 +136,9 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(_W, _COUNTER, "holds_reclaimed_total", "holds", cause=RECLAIM_CAUSES),
     _metric(_W, _COUNTER, "collapse_failures_total", "failures"),
     _metric(_W, _COUNTER, "fallback_total", "messages", reason=FALLBACK_REASONS),
+    # messages chosen to be traced; dropped are those that the flight recorder had no room for
+    _metric(_W, _COUNTER, "traces_sampled_total", "messages"),
+    _metric(_W, _COUNTER, "traces_dropped_total", "messages"),
     # latency of the writer's own work
     _metric(_W, _HISTOGRAM, "memcpy_seconds", SECONDS, op=("write",)),
     _metric(_W, _COUNTER, "memcpy_bytes_total", BYTES, op=("write",)),

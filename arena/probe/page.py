@@ -25,6 +25,7 @@ import struct
 import time
 from array import array
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ from arena import memory
 from arena.errors import RunDirectoryError
 from arena.layout import PAGE, WORD, round_up
 from arena.memory import Mapping
+from arena.probe import hooks
 from arena.probe.metrics import Role, Series, lay_out
 
 PAGE_MAGIC: Final = 0x4152454E_4150524F  # "ARENAPRO"
@@ -67,7 +69,9 @@ L_SEQUENCE_NS: Final = LIVE + 3  # at a reader: when it took the last frame that
 L_WAIT_SINCE_NS: Final = LIVE + 4  # 0 when not waiting
 L_WAIT_SEQUENCE: Final = LIVE + 5  # the sequence that must be released (writer) or come (reader)
 L_WAIT_ON: Final = LIVE + 6  # 1 + the rank the writer sleeps on
+L_ALONE_SINCE_NS: Final = LIVE + 7  # since when that rank alone holds the sequence; 0 while others do, or did and died
 L_PENDING: Final = LIVE + 8  # four words, one bit a rank: who still holds that sequence
+PENDING_WORDS: Final = 4
 L_EVENTS: Final = LIVE + 12  # events written so far
 L_BLOCK_SEAL: Final = LIVE + 13  # sequence lock of the block table: odd while it changes
 L_VALUES_NS: Final = LIVE + 14  # when the values were last copied out
@@ -86,6 +90,12 @@ _EVENT: Final = struct.Struct("8Q")
 FLUSH_NS: Final = 50_000_000
 EVENT_GAP_NS: Final = 5_000_000
 """Message events closer together than this are dropped and counted: the ring covers the last second at least."""
+
+TRACE_CREDIT_NS: Final = 64 * EVENT_GAP_NS
+"""Events of sampled messages may come so far ahead of one in 5 ms. More of them would overwrite each other before they
+are read, at the writer and at its readers different ones; so the writer samples no more."""
+
+NO_TRACE: Final = (0, 0, 0)
 
 LOOKS_A_WINDOW: Final = 8
 """About how many small messages are looked at closely between two copy-outs: 160 a second."""
@@ -113,6 +123,9 @@ class Event:
     ERROR: Final = 12  # a: index of the kind in ERROR_KINDS
     CLOSE: Final = 13
     STALL: Final = 14  # a wait passed a second; a: ns so far, b: rank waited for
+    # Of sampled messages only. Their other events are always recorded, and carry the trace's words.
+    ORIGIN: Final = 15  # at the time when its enqueue began; a: the sender's own span, 0 without, b: index of its path
+    DONE: Final = 16  # the reader is back for more; a: ns since the release, b: ns of decoding, which ended with it
 
     NAMES: Final = {
         PUBLISH: "publish",
@@ -129,6 +142,8 @@ class Event:
         ERROR: "error",
         CLOSE: "close",
         STALL: "stall",
+        ORIGIN: "origin",
+        DONE: "done",
     }
 
 
@@ -160,18 +175,23 @@ def identity(pid: int | None = None) -> Identity:
     return Identity(pid, start_ticks, namespace("pid"))
 
 
+@cache
 def namespace(kind: str) -> int:
-    """Inode of this process's namespace of that kind, 0 where /proc does not tell."""
+    """Inode of this process's namespace of that kind, 0 where /proc does not tell. A process stays in its own."""
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
 
 
+os.register_at_fork(after_in_child=namespace.cache_clear)  # a child may be put into another one
+
+
 class Probe:
     """The owner's side of a page. Every method is one thought, after the fact, and can't fail."""
 
     __slots__ = (
+        "_due_ns",
         "_event_base",
         "_events",
         "_index",
@@ -214,6 +234,7 @@ class Probe:
         self._marked = 0
         self._event_base = events * WORD
         self._events = 0
+        self._due_ns = [0] * (1 + max(Event.NAMES))
         self.message_events = 0
         self.next_event_ns = 0
         self.next_flush_ns = 0
@@ -248,6 +269,8 @@ class Probe:
             self.words[word] = value
         # Last, so that nobody takes a half-written page for a whole one.
         self._ordered[H_MAGIC] = PAGE_MAGIC
+        if hooks.page_made is not None:
+            hooks.page_made(path)
 
     # ── where things are ─────────────────────────────────────────────────────────────────────────
     def word(self, name: str, *labels: object) -> int:
@@ -270,19 +293,29 @@ class Probe:
         """Set a gauge."""
         self.values[word] = value
 
-    def event(self, kind: int, sequence: int, now_ns: int, a: int = 0, b: int = 0) -> None:
+    def event(
+        self, kind: int, sequence: int, now_ns: int, a: int = 0, b: int = 0, trace: hooks.Trace = NO_TRACE
+    ) -> None:
         """Record something rare. Always kept until 256 later events have overwritten it."""
-        self._record(kind, sequence, now_ns, a, b, (0, 0, 0))
+        self._record(kind, sequence, now_ns, a, b, trace)
+
+    def frequent_event(
+        self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: hooks.Trace = NO_TRACE
+    ) -> None:
+        """Record what each message may bring: one of a kind in 5 ms, so all that took as long; any of a sampled one."""
+        if trace is not NO_TRACE or now_ns >= self._due_ns[kind]:
+            self._due_ns[kind] = now_ns + EVENT_GAP_NS
+            self._record(kind, sequence, now_ns, a, b, trace)
 
     def message_event(
-        self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: tuple[int, int, int] = (0, 0, 0)
+        self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: hooks.Trace = NO_TRACE
     ) -> None:
         """Record one message. The hot path asks `next_event_ns` first: of a burst, one in 5 ms is kept."""
         self.next_event_ns = now_ns + EVENT_GAP_NS
         self.message_events += 1
         self._record(kind, sequence, now_ns, a, b, trace)
 
-    def _record(self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: tuple[int, int, int]) -> None:
+    def _record(self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: hooks.Trace) -> None:
         start = self._event_base + (self._events % EVENT_ENTRIES) * 64
         self.view[start : start + 64] = _EVENT.pack(kind, sequence, now_ns, a & MASK, b & MASK, *trace)
         self._events += 1
@@ -304,14 +337,17 @@ class Probe:
         self._values_out[:] = array("Q", self.values)
         self.words[L_VALUES_NS] = now_ns
 
-    def waiting(self, state: int, now_ns: int, sequence: int, pending: int, wait_on: int) -> None:
+    def waiting(
+        self, state: int, now_ns: int, sequence: int, pending: int, wait_on: int, alone_since_ns: int = 0
+    ) -> None:
         """Say that a wait has begun, or for whom it goes on."""
         words = self.words
         if wait_on:
-            for index in range(4):
+            for index in range(PENDING_WORDS):
                 words[L_PENDING + index] = (pending >> (64 * index)) & MASK
         words[L_WAIT_SEQUENCE] = sequence
         words[L_WAIT_ON] = wait_on
+        words[L_ALONE_SINCE_NS] = alone_since_ns
         if not words[L_WAIT_SINCE_NS]:
             words[L_WAIT_SINCE_NS] = now_ns
         words[L_STATE] = state
@@ -323,7 +359,8 @@ class Probe:
         words[L_WAIT_SINCE_NS] = 0
         if words[L_WAIT_ON]:
             words[L_WAIT_ON] = 0
-            for index in range(4):
+            words[L_ALONE_SINCE_NS] = 0
+            for index in range(PENDING_WORDS):
                 words[L_PENDING + index] = 0
         words[L_STATE] = state
         words[L_PROGRESS_NS] = now_ns
@@ -372,6 +409,7 @@ def _create_page(path: Path, nbytes: int) -> Mapping:
     """Create and reserve the file, so that a full file system is an error now and not SIGBUS later."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
     try:
+        os.fchmod(fd, 0o640)  # whatever the umask: the directory's mode decides whether the group gets this far
         os.posix_fallocate(fd, 0, nbytes)
         return Mapping(fd, nbytes, writable=True)
     except OSError as error:

@@ -2,14 +2,19 @@
 
 The owner may be writing, stopped, dead, of another version, or no Arena process at all. A page that can't be
 read raises `BadPage`, which says why; a value that changes while it is read is read again, a few times.
+
+One thing can't be guarded against from here: a file that somebody cuts short while it is mapped. Whoever keeps a
+page open looks at the file's size before each reading; Arena itself never shrinks a page.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import stat
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +22,7 @@ from typing import Any, Final
 from arena import memory
 from arena.errors import ArenaError
 from arena.layout import WORD
+from arena.memory import Mapping
 from arena.probe import page
 from arena.probe.metrics import BUCKETS, HISTOGRAM_WORDS, Kind, Role
 
@@ -24,8 +30,66 @@ _RETRIES: Final = 8
 _ROLES: Final = {number: role for role, number in page.ROLES.items()}
 
 
+MAX_PAGE_BYTES: Final = 64 << 20
+"""Far beyond any page of ours; what claims to be larger is not read."""
+
+
 class BadPage(ArenaError):
-    """A file that is not a readable probe page."""
+    """A file that is not a readable probe page.
+
+    ``reason`` is one word of a closed set, to count by: unreadable, truncated, foreign, version, changed, and
+    unfinished for a page without its magic word, which its owner writes last.
+    """
+
+    def __init__(
+        self, summary: str, *, reason: str = "unreadable", expected: str = "", found: str = "", remedy: str = ""
+    ) -> None:
+        super().__init__(summary, expected=expected, found=found, remedy=remedy)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class PageSeries:
+    """Where one series lies among a page's values, and what it is."""
+
+    name: str
+    kind: Kind
+    unit: str
+    scale: float
+    labels: dict[str, str]
+    word: int
+
+    @property
+    def words(self) -> int:
+        """How many words it takes."""
+        return HISTOGRAM_WORDS if self.kind is Kind.HISTOGRAM else 1
+
+    def sample(self, values: Sequence[int]) -> Sample:
+        """The series with its value, out of all the values of its page."""
+        common = (self.name, self.kind, self.unit, self.scale, self.labels)
+        if self.kind is Kind.HISTOGRAM:
+            words = tuple(values[self.word : self.word + HISTOGRAM_WORDS])
+            return Sample(*common, buckets=words[:BUCKETS], total=words[BUCKETS])
+        return Sample(*common, value=values[self.word])
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What an endpoint waits for.
+
+    Attributes:
+        since_ns: when the wait began, in the page's monotonic time; 0 when it does not wait.
+        progress_ns: its last sign of life besides messages.
+        sequence: the sequence that must be released (writer) or come (reader).
+        pending: the ranks that still hold it (writer).
+        alone: the rank that alone holds it and is certain to be charged, with since when: (rank, ns). None otherwise.
+    """
+
+    since_ns: int
+    progress_ns: int
+    sequence: int
+    pending: tuple[int, ...]
+    alone: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -71,12 +135,15 @@ class ProbeReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map(path)
-        self._words = memoryview(self._map).cast("Q")
+        self._mapping = _map(path)
+        self._words = self._mapping.raw_words(0, self._mapping.nbytes // WORD)
         try:
+            # A copy: what was checked can't change any more.
+            self._header: list[int] = self._words[: page.LIVE].tolist()
             self._check_header()
+            self._same_clock = self._header[page.H_TIME_NAMESPACE] == page.namespace("time")
             self.about: dict[str, Any] = self._metadata()
-            self._series = self._checked_series()
+            self.series = self._checked_series()
         except BaseException:
             self.close()
             raise
@@ -84,7 +151,7 @@ class ProbeReader:
     def close(self) -> None:
         """Unmap the page."""
         self._words.release()
-        self._map.close()
+        del self._mapping
 
     def __enter__(self) -> ProbeReader:
         return self
@@ -96,63 +163,127 @@ class ProbeReader:
     @property
     def role(self) -> Role:
         """Writer, reader or communicator."""
-        return _ROLES[self._words[page.H_ROLE]]
+        return _ROLES[self._header[page.H_ROLE]]
 
     @property
     def rank(self) -> int:
         """The reader's rank; 0 for a writer."""
-        return self._words[page.H_RANK]
+        return self._header[page.H_RANK]
 
     @property
     def owner(self) -> page.Identity:
         """The process that writes the page."""
-        words = self._words
-        return page.Identity(words[page.H_PID], words[page.H_START_TICKS], words[page.H_PID_NAMESPACE])
+        header = self._header
+        return page.Identity(header[page.H_PID], header[page.H_START_TICKS], header[page.H_PID_NAMESPACE])
+
+    @property
+    def started_ns(self) -> int:
+        """When the page was made, by the wall clock."""
+        return self._header[page.H_WALL_NS]
 
     def wall_ns(self, monotonic_ns: int) -> int:
         """A monotonic time of the owner's as wall-clock time."""
-        return self._words[page.H_WALL_NS] + monotonic_ns - self._words[page.H_MONOTONIC_NS]
+        return self._header[page.H_WALL_NS] + monotonic_ns - self._header[page.H_MONOTONIC_NS]
+
+    def now_ns(self) -> int:
+        """The owner's monotonic time, now; from another time namespace, by the wall clock."""
+        if self._same_clock:
+            return time.monotonic_ns()
+        return self._header[page.H_MONOTONIC_NS] + time.time_ns() - self._header[page.H_WALL_NS]
+
+    def check_unchanged(self) -> None:
+        """Raise if the file has been written over since it was opened.
+
+        Raises:
+            BadPage: it has.
+        """
+        if self._words[: page.LIVE].tolist() != self._header:
+            raise BadPage(f"{self.path} was written over", reason="changed", expected="the header it had when opened")
 
     # ── what ─────────────────────────────────────────────────────────────────────────────────────
     def live(self, word: int) -> int:
         """One of the `L_*` words."""
         return self._words[word]
 
+    @property
+    def state(self) -> int:
+        """What the endpoint is doing: see `arena.state.Endpoint`."""
+        return self._words[page.L_STATE]
+
+    @property
+    def sequence(self) -> int:
+        """Frames published (writer) or taken (reader)."""
+        return self._words[page.L_SEQUENCE]
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """The last sign of life: a message that was looked at, a look around while waiting, a heartbeat."""
+        return max(self._words[word] for word in (page.L_PROGRESS_NS, page.L_SEQUENCE_NS, page.L_VALUES_NS))
+
     def pending(self) -> tuple[int, ...]:
         """The ranks that hold the sequence the writer waits for."""
-        mask = sum(self._words[page.L_PENDING + index] << (64 * index) for index in range(4))
-        return _ranks(mask)
+        return _ranks(self._words[page.L_PENDING : page.L_PENDING + page.PENDING_WORDS].tolist())
+
+    def values(self) -> list[int]:
+        """All values as they lie in the page; `series` says what is what."""
+        start, count = self._header[page.H_VALUES], self._header[page.H_VALUES_COUNT]
+        return self._words[start : start + count].tolist()
 
     def samples(self) -> list[Sample]:
         """Every series of the page."""
-        return [self._sample(one) for one in self._series]
+        values = self.values()
+        return [one.sample(values) for one in self.series]
+
+    def values_and_wait(self) -> tuple[list[int], Wait]:
+        """All values, and the wait that was in progress while they were read: none that they already contain.
+
+        The owner ends a wait first and charges it then, so a wait that was the same before and after is not charged.
+        """
+        words = self._words
+        since_ns = words[page.L_WAIT_SINCE_NS]
+        memory.fence()
+        values = self.values()
+        # As the owner stores them: pending, rank, since when alone. A later look only makes the wait longer.
+        progress_ns, sequence, wait_on = (
+            words[word] for word in (page.L_PROGRESS_NS, page.L_WAIT_SEQUENCE, page.L_WAIT_ON)
+        )
+        alone_ns = words[page.L_ALONE_SINCE_NS]
+        pending = self.pending()
+        memory.fence()
+        if not since_ns or words[page.L_WAIT_SINCE_NS] != since_ns:
+            return values, Wait(0, progress_ns, 0, (), None)
+        alone = (wait_on - 1, alone_ns) if alone_ns and pending == (wait_on - 1,) else None
+        return values, Wait(since_ns, progress_ns, sequence, pending, alone)
 
     def publish_time(self, sequence: int) -> int:
-        """When `sequence` was published, by the writer's marks: 0 without any.
+        """When `sequence` was published, by the writer's marks: 0 without any; see `published_at`."""
+        return published_at(self.marks(), sequence)
 
-        While messages are few each has its mark. In a burst one in 16 has, and the last one before `sequence` is
-        taken; of a sequence older than all marks only this is known, that it is older.
-        """
-        base, count = self._words[page.H_MARKS], self._words[page.H_MARKS_COUNT]
+    def marks(self) -> list[tuple[int, int]]:
+        """Sequences with the time of their publishing, sorted; see `published_at`."""
+        base, count = self._header[page.H_MARKS], self._header[page.H_MARKS_COUNT]
         raw = self._words[base : base + count * page.MARK_WORDS].tolist()
         memory.fence()
         again = self._words[base : base + count * page.MARK_WORDS].tolist()
-        starts = range(0, len(raw), page.MARK_WORDS)
+        pairs = zip(raw[:: page.MARK_WORDS], raw[1 :: page.MARK_WORDS], again[:: page.MARK_WORDS], strict=True)
         # A mark that was rewritten between its sequence and its time has another sequence by now.
-        marks = sorted((raw[at] - 1, raw[at + 1]) for at in starts if raw[at] and raw[at] == again[at])
-        before = [time_ns for marked, time_ns in marks if marked <= sequence]
-        return before[-1] if before else marks[0][1] if marks else 0
+        return sorted([(number - 1, time_ns) for number, time_ns, later in pairs if number and number == later])
 
-    def events(self) -> list[EventRecord]:
-        """The flight recorder, oldest first, without records that were overwritten while being read."""
-        base, capacity = self._words[page.H_EVENTS], self._words[page.H_EVENTS_COUNT]
+    def events(self, since: int = 0) -> list[EventRecord]:
+        """The flight recorder, oldest first, without records that were overwritten while being read.
+
+        With `since`, only those numbered so or higher; the first one's number less `since` tells how many are lost.
+        """
+        base, capacity = self._header[page.H_EVENTS], self._header[page.H_EVENTS_COUNT]
         head = self._words[page.L_EVENTS]
+        if head <= since:
+            return []
         memory.fence()
         raw = self._words[base : base + capacity * page.EVENT_WORDS].tolist()
         memory.fence()
         first_intact = max(0, self._words[page.L_EVENTS] + 1 - capacity)
         records = []
-        for number in range(max(first_intact, head - capacity, 0), head):
+        for number in range(max(first_intact, head - capacity, since), head):
             start = (number % capacity) * page.EVENT_WORDS
             kind, sequence, time_ns, a, b, *trace = raw[start : start + page.EVENT_WORDS]
             records.append(EventRecord(number, kind, sequence, time_ns, a, b, (trace[0], trace[1], trace[2])))
@@ -160,95 +291,127 @@ class ProbeReader:
 
     def blocks(self) -> list[BlockRecord]:
         """The arena's live blocks; empty if the table would not hold still."""
-        base, entries = self._words[page.H_BLOCKS], self._words[page.H_BLOCKS_COUNT]
+        base, entries = self._header[page.H_BLOCKS], self._header[page.H_BLOCKS_COUNT]
         for _ in range(_RETRIES):
             seal = self._words[page.L_BLOCK_SEAL]
             memory.fence()
             raw = self._words[base : base + entries * page.BLOCK_WORDS].tolist()
             memory.fence()
             if seal % 2 == 0 and seal == self._words[page.L_BLOCK_SEAL]:
-                rows = [raw[at : at + page.BLOCK_WORDS] for at in range(0, len(raw), page.BLOCK_WORDS)]
+                used = [page.BLOCK_WORDS * entry for entry, segment in enumerate(raw[:: page.BLOCK_WORDS]) if segment]
+                rows = [raw[at : at + page.BLOCK_WORDS] for at in used]
                 return [
-                    BlockRecord(row[0] - 1, row[1], row[2], _ranks(row[3] & ~(1 << 63)), bool(row[3] >> 63))
+                    BlockRecord(row[0] - 1, row[1], row[2], _ranks((row[3] & ~(1 << 63),)), bool(row[3] >> 63))
                     for row in rows
-                    if row[0]
                 ]
         return []
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
     def _check_header(self) -> None:
-        words = self._words
-        if words[page.H_MAGIC] != page.PAGE_MAGIC:
-            raise BadPage(f"{self.path} is not a probe page", expected="Arena's magic", found=hex(words[page.H_MAGIC]))
-        if words[page.H_VERSION] != page.PAGE_VERSION:
+        header = self._header
+        if header[page.H_MAGIC] != page.PAGE_MAGIC:
+            raise BadPage(
+                f"{self.path} is not a probe page",
+                reason="foreign" if header[page.H_MAGIC] else "unfinished",
+                expected="Arena's magic",
+                found=hex(header[page.H_MAGIC]),
+                remedy="remove it if it is not yours, or run `arena gc`",
+            )
+        if header[page.H_VERSION] != page.PAGE_VERSION:
             raise BadPage(
                 f"{self.path} has another layout",
+                reason="version",
                 expected=f"version {page.PAGE_VERSION}",
-                found=f"version {words[page.H_VERSION]}",
+                found=f"version {header[page.H_VERSION]}",
                 remedy="use the monitor of the Arena version that runs there",
             )
         parts = (
-            (page.H_VALUES, words[page.H_VALUES_COUNT]),
-            (page.H_MARKS, words[page.H_MARKS_COUNT] * page.MARK_WORDS),
-            (page.H_BLOCKS, words[page.H_BLOCKS_COUNT] * page.BLOCK_WORDS),
-            (page.H_EVENTS, words[page.H_EVENTS_COUNT] * page.EVENT_WORDS),
+            (page.H_VALUES, header[page.H_VALUES_COUNT]),
+            (page.H_MARKS, header[page.H_MARKS_COUNT] * page.MARK_WORDS),
+            (page.H_BLOCKS, header[page.H_BLOCKS_COUNT] * page.BLOCK_WORDS),
+            (page.H_EVENTS, header[page.H_EVENTS_COUNT] * page.EVENT_WORDS),
         )
-        inside = all(words[start] + length <= len(words) for start, length in parts)
-        text_inside = words[page.H_METADATA] + words[page.H_METADATA_BYTES] <= len(words) * WORD
-        if not (inside and text_inside and words[page.H_ROLE] in _ROLES):
-            raise BadPage(f"{self.path} is truncated or damaged", expected="every part inside the file")
+        inside = all(header[start] + length <= len(self._words) for start, length in parts)
+        text_inside = header[page.H_METADATA] + header[page.H_METADATA_BYTES] <= len(self._words) * WORD
+        if not (inside and text_inside and header[page.H_ROLE] in _ROLES):
+            raise BadPage(
+                f"{self.path} is truncated or damaged",
+                reason="truncated",
+                expected="every part inside the file",
+                remedy="run `arena gc` once its process is gone",
+            )
 
     def _metadata(self) -> dict[str, Any]:
-        start, length = self._words[page.H_METADATA], self._words[page.H_METADATA_BYTES]
+        start, length = self._header[page.H_METADATA], self._header[page.H_METADATA_BYTES]
         try:
-            about = json.loads(self._map[start : start + length])
+            about = json.loads(bytes(self._mapping.view(start, length)))
         except (RecursionError, ValueError) as error:
-            raise BadPage(f"{self.path} has damaged metadata", found=str(error)) from error
+            raise self._damaged(str(error)) from error
         if not isinstance(about, dict):
-            raise BadPage(f"{self.path} has damaged metadata", expected="an object")
+            raise self._damaged(type(about).__name__)
         return about
 
-    def _checked_series(self) -> list[dict[str, Any]]:
+    def _checked_series(self) -> tuple[PageSeries, ...]:
         try:
-            for one in self.about["series"]:
-                length = HISTOGRAM_WORDS if Kind(one["kind"]) is Kind.HISTOGRAM else 1
-                inside = 0 <= one["word"] <= self._words[page.H_VALUES_COUNT] - length
-                fields = (("word", int), ("labels", dict), ("name", str), ("unit", str), ("scale", (int, float)))
-                if not inside or not all(isinstance(one[name], kind) for name, kind in fields):
-                    raise ValueError(one)
-                float(one["scale"])
+            return tuple(self._one_series(one) for one in self.about["series"])
         except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise BadPage(f"{self.path} has damaged metadata", found=repr(error)) from error
-        series: list[dict[str, Any]] = self.about["series"]
-        return series
+            raise self._damaged(repr(error)) from error
 
-    def _sample(self, one: dict[str, Any]) -> Sample:
-        start = self._words[page.H_VALUES] + one["word"]
-        kind = Kind(one["kind"])
-        common = (one["name"], kind, one["unit"], float(one["scale"]), one["labels"])
-        if kind is Kind.HISTOGRAM:
-            words = self._words[start : start + HISTOGRAM_WORDS].tolist()
-            return Sample(*common, buckets=tuple(words[:BUCKETS]), total=words[BUCKETS])
-        return Sample(*common, value=self._words[start])
+    def _one_series(self, one: dict[str, Any]) -> PageSeries:
+        fields = (("word", int), ("labels", dict), ("name", str), ("unit", str), ("scale", (int, float)))
+        if not all(isinstance(one[name], kind) for name, kind in fields):
+            raise ValueError(one)
+        found = PageSeries(one["name"], Kind(one["kind"]), one["unit"], float(one["scale"]), one["labels"], one["word"])
+        if not 0 <= found.word <= self._header[page.H_VALUES_COUNT] - found.words:
+            raise ValueError(one)
+        return found
+
+    def _damaged(self, found: str) -> BadPage:
+        return BadPage(
+            f"{self.path} has damaged metadata",
+            reason="truncated",
+            expected="an object with a list of series",
+            found=found,
+            remedy="run `arena gc` once its process is gone",
+        )
 
 
-def _map(path: Path) -> mmap.mmap:
-    """Map a page read-only. Its owner never shrinks it; a file that has been cut short shows in the header."""
+def published_at(marks: Sequence[tuple[int, int]], sequence: int) -> int:
+    """When `sequence` was published, by the writer's marks: 0 without any.
+
+    While messages are few each has its mark. In a burst one in 16 has, and the last one before `sequence` is taken; of
+    a sequence older than all marks only this is known, that it is older.
+    """
+    at = bisect_right(marks, sequence, key=lambda mark: mark[0])
+    return marks[max(0, at - 1)][1] if marks else 0
+
+
+def _map(path: Path) -> Mapping:
+    """Map a page read-only, and keep no file open. A file that has been cut short shows in the header."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not hold us
     except OSError as error:
-        raise BadPage(f"{path} can't be opened", found=error.strerror or "") from error
+        raise BadPage(
+            f"{path} can't be opened",
+            reason="unreadable",
+            found=error.strerror or "",
+            remedy="join the group of its directory, or run under its uid",
+        ) from error
     try:
         status = os.fstat(fd)
         size = status.st_size
         if not stat.S_ISREG(status.st_mode):
-            raise BadPage(f"{path} is not a file", found=stat.filemode(status.st_mode))
+            raise BadPage(f"{path} is not a file", reason="foreign", found=stat.filemode(status.st_mode))
         if size < (page.VALUES * WORD) or size % WORD:
-            raise BadPage(f"{path} is too short for a probe page", found=f"{size} bytes")
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            raise BadPage(f"{path} is too short for a probe page", reason="truncated", found=f"{size} bytes")
+        if size > MAX_PAGE_BYTES:
+            raise BadPage(f"{path} is too large for a probe page", reason="foreign", found=f"{size} bytes")
+        return Mapping(fd, size, writable=False)
     finally:
         os.close(fd)
 
 
-def _ranks(mask: int) -> tuple[int, ...]:
+def _ranks(words: Sequence[int]) -> tuple[int, ...]:
+    """The bits that are set, counted over the words."""
+    mask = sum(word << (64 * index) for index, word in enumerate(words))
     return tuple(rank for rank in range(mask.bit_length()) if mask >> rank & 1)

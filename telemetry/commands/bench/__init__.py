@@ -8,9 +8,11 @@ import typer
 
 from telemetry.commands.bench import idle as _idle
 from telemetry.commands.bench import queue as _queue
+from telemetry.commands.bench import scrape as _scrape
 from telemetry.commands.bench import tensor as _tensor
 
 app = typer.Typer(help="Measure the data plane on this machine.", no_args_is_help=True, add_completion=False)
 app.command("queue")(_queue.command)
 app.command("tensor")(_tensor.command)
 app.command("idle")(_idle.command)
+app.command("scrape")(_scrape.command)

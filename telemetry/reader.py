@@ -1,0 +1,423 @@
+"""Finds the queues of a run directory and takes snapshots of them: pure data, read-only, of the living and the dead.
+
+A `Watcher` keeps the pages it has found mapped from one look to the next, so a look costs little more than reading
+them. What it returns is frozen and needs no file any more. Nothing that it finds can make a look fail: what can't be
+read is left out and said so, in `Look.troubles`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from arena.probe import (
+    ENDED,
+    BadPage,
+    BlockRecord,
+    Identity,
+    PageSeries,
+    ProbeReader,
+    Role,
+    RunDirectoryError,
+    Sample,
+    Wait,
+    observed_directory,
+    pages,
+    process_state,
+    published_at,
+    queue_directories,
+)
+
+MAX_QUEUES: Final = 16
+"""Queues in one look; the living first, and the newest of the dead."""
+
+MAX_READERS: Final = 64
+"""Readers of one queue in one look: ranks below this."""
+
+GATE_SINCE: Final = "gate_oldest_since_nanoseconds"
+"""On a reader's page: the monotonic time since which the oldest block has waited in its DMA gate."""
+
+SETTING_UP_S: Final = 5.0
+"""For so long a file without a magic word is a page that its owner is about to finish."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """What never changes about a probe page. `about` is what the endpoint says of itself, unchecked."""
+
+    path: Path
+    role: Role
+    rank: int
+    owner: Identity
+    started_ns: int
+    about: dict[str, Any]
+    series: tuple[PageSeries, ...]
+
+    def number(self, key: str) -> int:
+        """A count among `about`; 0 if there is none."""
+        value = self.about.get(key)
+        return value if isinstance(value, int) else 0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One end of a queue at the time of a look. Times in ns are the endpoint's own monotonic ones.
+
+    Attributes:
+        page: what never changes.
+        process: the letter that /proc gives its process, X or Z when it is gone, "" where that can't be told.
+        now_ns: the time of the look.
+        state: what it is doing, see `arena.probe.EndpointState`.
+        sequence: frames published (writer) or taken (reader).
+        heartbeat_ns: its last sign of life: a message, a look around while it waits, a heartbeat.
+        wait: what it waits for.
+        values: all counters, gauges and histograms; `page.series` says what is what.
+    """
+
+    page: Page
+    process: str
+    now_ns: int
+    state: int
+    sequence: int
+    heartbeat_ns: int
+    wait: Wait
+    values: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        """A reader's rank."""
+        return self.page.rank
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether its process lives; None where that can't be told."""
+        return self.process not in ENDED if self.process else None
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since its last sign of life."""
+        return max(0, self.now_ns - self.heartbeat_ns) / 1e9
+
+    @property
+    def gate_age_s(self) -> float:
+        """Seconds for which the oldest block in its DMA gate has waited; 0 without any."""
+        since_ns = next((self.values[one.word] for one in self.page.series if one.name == GATE_SINCE), 0)
+        return max(0, self.now_ns - since_ns) / 1e9 if since_ns else 0.0
+
+    def samples(self) -> list[Sample]:
+        """Every series of its page, with its value."""
+        return [one.sample(self.values) for one in self.page.series]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One queue at the time of a look.
+
+    Attributes:
+        label: its name, unique among the queues of the look: `name`, or `name@instance` for all but the oldest of
+            several that live.
+        directory: where its pages are.
+        writer: None if it left in order, or keeps no page.
+        readers: the newest incarnation of each rank that has a page, by rank.
+        marks: when frames were published, see `arena.probe.published_at`.
+        blocks: the arena's live blocks; empty if the table did not hold still.
+    """
+
+    label: str
+    directory: Path
+    writer: Endpoint | None
+    readers: tuple[Endpoint, ...]
+    marks: tuple[tuple[int, int], ...]
+    blocks: tuple[BlockRecord, ...]
+
+    @property
+    def instance(self) -> str:
+        """What tells queues of one name apart."""
+        return self.directory.name.rpartition("@")[2]
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Writer and readers."""
+        return self.readers if self.writer is None else (self.writer, *self.readers)
+
+    @property
+    def n_reader(self) -> int:
+        """For how many readers the queue was made."""
+        return max((one.page.number("n_reader") for one in self.endpoints), default=0)
+
+    @property
+    def slots(self) -> int:
+        """Slots of the ring; 0 where no writer says it."""
+        return self.writer.page.number("slots") if self.writer else 0
+
+    def lag(self, reader: Endpoint) -> int:
+        """Frames published that it has not taken; 0 for one that the writer went on without.
+
+        No reader that counts is further behind than the ring is long. (The writer is read first, so that a lag is
+        never too large.)
+        """
+        if self.writer is None:
+            return 0
+        behind = max(0, self.writer.sequence - reader.sequence)
+        return 0 if reader.alive is False and behind > self.slots + 1 else min(behind, self.slots)
+
+    def lag_s(self, reader: Endpoint) -> float:
+        """Seconds since the oldest frame that it has not taken was published; 0 without lag."""
+        if self.writer is None or not self.lag(reader) or not self.marks:
+            return 0.0
+        return max(0, self.writer.now_ns - published_at(self.marks, reader.sequence)) / 1e9
+
+    def held_bytes(self, rank: int) -> int:
+        """Bytes of the arena's blocks that a reader holds."""
+        return sum(block.nbytes for block in self.blocks if rank in block.holders)
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that could not be read: a word to count it by, where, and a sentence that says what to do."""
+
+    reason: str
+    path: Path
+    message: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """Everything there was to see at one time.
+
+    Attributes:
+        time_ns: when, by this process's monotonic clock.
+        queues: by label.
+        pages: how many pages were read.
+        troubles: what was left out.
+    """
+
+    time_ns: int
+    queues: tuple[Queue, ...]
+    pages: int
+    troubles: tuple[Trouble, ...]
+
+
+class _File:
+    """A page that was found. It stays mapped only while it is part of the looks."""
+
+    def __init__(self, path: Path, key: tuple[int, ...]) -> None:
+        self.key = key
+        self._open: ProbeReader | None = ProbeReader(path)
+        found = self._open
+        self.page = Page(path, found.role, found.rank, found.owner, found.started_ns, found.about, found.series)
+
+    def opened(self) -> ProbeReader:
+        if self._open is None:
+            self._open = ProbeReader(self.page.path)
+        return self._open
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A queue's directory with its readable pages."""
+
+    directory: Path
+    files: list[_File]
+    living: bool
+    started_ns: int
+
+    @property
+    def name(self) -> str:
+        return self.directory.name.rpartition("@")[0]
+
+
+class Watcher:
+    """Looks at a run directory, again and again. Close it, or use it as a context manager.
+
+    Args:
+        run_dir: the run directory; the one that a queue made in this process would use by default.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str] | None = None) -> None:
+        self._configured = os.fspath(run_dir) if run_dir is not None else None
+        self._files: dict[Path, _File] = {}
+        self._states: dict[Identity, str] = {}
+        self._ended: set[Identity] = set()
+        self._troubles: list[Trouble] = []
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap every page."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def look(self) -> Look:
+        """Look at every queue, now. Never raises for what it finds."""
+        self._troubles = []
+        self._states = {}
+        found = [self._find(directory) for directory in self._directories()]
+        chosen = self._choose([one for one in found if one.files])
+        exported = {label: self._newest_of_each_rank(one) for label, one in chosen.items()}
+        self._forget_all_but({file.page.path: file for one in found for file in one.files}, exported.values())
+        queues = [self._queue(label, chosen[label].directory, files) for label, files in sorted(exported.items())]
+        pages_read = sum(len(queue.endpoints) for queue in queues)
+        return Look(time.monotonic_ns(), tuple(queues), pages_read, tuple(self._troubles))
+
+    # ── what is there ────────────────────────────────────────────────────────────────────────────
+    def _directories(self) -> list[Path]:
+        root = Path(self._configured or "")
+        try:
+            root = observed_directory(self._configured)
+            return queue_directories(root)
+        except FileNotFoundError:
+            pass  # no queue yet
+        except RunDirectoryError as refused:
+            self._troubles.append(Trouble("directory", root, str(refused)))
+        except OSError as error:
+            remedy = "join its group, or run under its uid"
+            self._troubles.append(Trouble("directory", root, f"can't list {root}; found {error.strerror}; {remedy}"))
+        return []
+
+    def _find(self, directory: Path) -> _Found:
+        if not os.access(directory, os.R_OK | os.X_OK):
+            remedy = "let the group read the run directory before queues are made in it, or run under their uid"
+            self._troubles.append(Trouble("unreadable", directory, f"can't look into {directory}; {remedy}"))
+        files = [file for path in pages(directory) if (file := self._file(path)) is not None]
+        living = any(self._state(file.page.owner) not in ENDED for file in files)
+        started_ns = min((file.page.started_ns for file in files), default=0)
+        return _Found(directory, files, living, started_ns)
+
+    def _file(self, path: Path) -> _File | None:
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return None  # it left meanwhile
+        key = (status.st_dev, status.st_ino, status.st_size)
+        known = self._files.get(path)
+        if known is not None and known.key == key:
+            return known
+        self._drop(path)
+        try:
+            self._files[path] = _File(path, key)
+        except BadPage as bad:
+            if bad.reason != "unfinished" or time.time() - status.st_mtime > SETTING_UP_S:
+                self._trouble(path, bad)
+        except OSError as error:
+            self._troubles.append(Trouble("unreadable", path, f"can't map {path}; found {error.strerror}"))
+        return self._files.get(path)
+
+    def _trouble(self, path: Path, bad: BadPage) -> None:
+        if os.path.lexists(path):  # it may have left meanwhile, and that is no trouble
+            reason = "foreign" if bad.reason == "unfinished" else bad.reason
+            self._troubles.append(Trouble(reason, path, str(bad)))
+
+    def _drop(self, path: Path) -> None:
+        file = self._files.pop(path, None)
+        if file is not None:
+            file.close()
+
+    def _forget_all_but(self, there: dict[Path, _File], exported: Iterable[list[_File]]) -> None:
+        for path in self._files.keys() - there.keys():
+            self._drop(path)
+        kept = {id(file) for files in exported for file in files}
+        for file in there.values():
+            if id(file) not in kept:
+                file.close()
+        self._ended &= {file.page.owner for file in there.values()}
+
+    def _state(self, owner: Identity) -> str:
+        """The state of a process: asked for once a look, and never again once it has ended."""
+        if owner in self._ended:
+            return ENDED[0]
+        if owner not in self._states:
+            self._states[owner] = process_state(owner)
+            if self._states[owner] in ENDED:
+                self._ended.add(owner)
+        return self._states[owner]
+
+    # ── what of it is shown ──────────────────────────────────────────────────────────────────────
+    def _choose(self, found: list[_Found]) -> dict[str, _Found]:
+        """The queues to show, by label: of each name those that live, or else the newest dead one."""
+        by_name: dict[str, list[_Found]] = {}
+        for one in sorted(found, key=lambda one: (one.started_ns, one.directory.name)):
+            by_name.setdefault(one.name, []).append(one)
+        labelled: dict[str, _Found] = {}
+        for name, all_of_name in by_name.items():
+            oldest, *others = [one for one in all_of_name if one.living] or all_of_name[-1:]
+            labelled[name] = oldest
+            labelled |= {one.directory.name: one for one in others}
+        if len(labelled) <= MAX_QUEUES:
+            return labelled
+        by_rank = sorted(labelled, key=lambda label: (not labelled[label].living, -labelled[label].started_ns))
+        for label in by_rank[MAX_QUEUES:]:
+            message = f"queue {label} is left out; expected at most {MAX_QUEUES} queues, found {len(labelled)}; "
+            message += "remove dead ones with `arena gc`, or give each engine a run directory and an exporter"
+            self._troubles.append(Trouble("too_many_queues", labelled[label].directory, message))
+        return {label: labelled[label] for label in by_rank[:MAX_QUEUES]}
+
+    def _newest_of_each_rank(self, found: _Found) -> list[_File]:
+        """The writer's page, and of each rank the page of its newest incarnation, a living one before a dead one."""
+        writer = [file for file in found.files if file.page.role is Role.WRITER]
+        readers = [file for file in found.files if file.page.role is Role.READER]
+        shown = [file for file in readers if file.page.rank < MAX_READERS]
+        if len(shown) < len(readers):
+            message = f"readers of {found.name} are left out; expected ranks below {MAX_READERS}, "
+            message += f"found {max(file.page.rank for file in readers)}; use several queues"
+            self._troubles.append(Trouble("too_many_readers", found.directory, message))
+        by_rank: dict[int, _File] = {}
+        for file in sorted(shown, key=self._age_order):
+            by_rank[file.page.rank] = file
+        return writer[:1] + [by_rank[rank] for rank in sorted(by_rank)]
+
+    def _age_order(self, file: _File) -> tuple[bool, int]:
+        return self._state(file.page.owner) not in ENDED, file.page.started_ns
+
+    # ── taking the snapshot ──────────────────────────────────────────────────────────────────────
+    def _queue(self, label: str, directory: Path, files: list[_File]) -> Queue:
+        writer: Endpoint | None = None
+        marks: list[tuple[int, int]] = []
+        blocks: list[BlockRecord] = []
+        readers = []
+        for file, opened in self._readable(files):  # the writer first: see `Queue.lag`
+            endpoint = self._endpoint(file.page, opened)
+            if file.page.role is Role.WRITER:
+                writer, marks, blocks = endpoint, opened.marks(), opened.blocks()
+            else:
+                readers.append(endpoint)
+        return Queue(label, directory, writer, tuple(readers), tuple(marks), tuple(blocks))
+
+    def _readable(self, files: list[_File]) -> Iterator[tuple[_File, ProbeReader]]:
+        for file in files:
+            try:
+                opened = file.opened()
+                opened.check_unchanged()
+            except BadPage as bad:
+                self._trouble(file.page.path, bad)
+                self._drop(file.page.path)
+            else:
+                yield file, opened
+
+    def _endpoint(self, about: Page, opened: ProbeReader) -> Endpoint:
+        values, wait = opened.values_and_wait()
+        return Endpoint(
+            page=about,
+            process=self._state(about.owner),
+            now_ns=opened.now_ns(),
+            state=opened.state,
+            sequence=opened.sequence,
+            heartbeat_ns=opened.heartbeat_ns,
+            wait=wait,
+            values=tuple(values),
+        )
