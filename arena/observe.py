@@ -116,16 +116,19 @@ class _Log:
         probe.gauge(self._parks, waiter.parks)
         probe.gauge(self._missed, waiter.missed_wakes)
         probe.gauge(self._spin, waiter.spin_ns)
-        probe.gauge(probe.events_dropped, max(0, sequence - probe.message_events))
+        # A frame is counted before its event is noted, so the difference alone would fall now and then.
+        dropped = max(probe.values[probe.events_dropped], sequence - probe.message_events)
+        probe.gauge(probe.events_dropped, dropped)
         probe.flush(now_ns)
 
 
 class Sending:
     """A sampled message on its way: the context that goes with it, and what its span will need."""
 
-    __slots__ = ("began_ns", "encode_ns", "parent", "trace")
+    __slots__ = ("at", "began_ns", "encode_ns", "parent", "trace")
 
     def __init__(self, sampled: Sampled, began_ns: int) -> None:
+        self.at = -1  # how many frames were published when it was let in
         self.trace: Trace = sampled[:3]
         self.parent = sampled[3]
         self.began_ns = began_ns
@@ -158,6 +161,8 @@ class WriterLog(_Log):
         "_untraced",
         "_wait",
         "_waits",
+        "_wanted",
+        "_wanted_at",
         "inline_bytes",
         "sending",
     )
@@ -172,6 +177,8 @@ class WriterLog(_Log):
         self._tabled = 0  # those among them that were an inline message all the same
         self._published = 0  # as far as this log has seen
         self.sending: Sending | None = None
+        self._wanted = 0  # messages to be traced, with those that there was no room for
+        self._wanted_at = -1
         self._traced_until_ns = 0  # as far as the events of sampled messages reach, at one in 5 ms
         word = probe.word
         self._messages = {path: word("messages_published_total", path) for path in PATHS}
@@ -223,7 +230,9 @@ class WriterLog(_Log):
         if now_ns >= self.probe.next_flush_ns:
             self.flush(now_ns)
 
-    def message(self, path: str, sequence: int, nbytes: int, took_ns: int, reasons: set[str]) -> None:
+    def message(
+        self, path: str, sequence: int, nbytes: int, took_ns: int, reasons: set[str], sending: Sending | None
+    ) -> None:
         """One message that took more than a small pickle; `sequence` is that of its last frame."""
         if path == "inline":  # a table in one slot: counted with the small messages
             self._tabled += 1
@@ -234,8 +243,8 @@ class WriterLog(_Log):
         if reasons:
             self.fallback(reasons, sequence, nbytes)
         now_ns = _monotonic_ns()
-        if self.sending is not None:
-            self.sent(self.sending, path, sequence, nbytes, now_ns)
+        if sending is not None:
+            self.sent(sending, path, sequence, nbytes, now_ns)
         elif now_ns >= self.probe.next_event_ns:
             self.probe.message_event(Event.PUBLISH, sequence, now_ns, took_ns, nbytes)
 
@@ -253,22 +262,25 @@ class WriterLog(_Log):
             self._frequent(Event.FALLBACK, sequence, now_ns, FALLBACK_REASONS.index(reason), nbytes)
 
     def _frequent(self, kind: int, sequence: int, now_ns: int, a: int, b: int) -> None:
-        trace = NO_TRACE
-        if self.sending is not None:
-            trace = self.sending.trace
+        trace, sending = NO_TRACE, self.sending
+        if sending is not None and sending.at == self.page[L_SEQUENCE]:  # and not one that an interrupt kept back
+            trace = sending.trace
             self._traced_until_ns += EVENT_GAP_NS
         self.probe.frequent_event(kind, sequence, now_ns, a, b, trace)
 
     # ── sampled messages ─────────────────────────────────────────────────────────────────────────
     def admit(self, sending: Sending, now_ns: int) -> bool:
         """Whether the flight recorder has room for one more sampled message, until somebody has read the last ones."""
+        published = self.page[L_SEQUENCE]
+        if published != self._wanted_at:  # one that was refused asks again if it is slow
+            self._wanted_at = published
+            self._wanted += 1
         self._traced_until_ns = max(self._traced_until_ns, now_ns)
         if self._traced_until_ns > now_ns + TRACE_CREDIT_NS:
-            self.probe.count(self._untraced)
             return False
         self._traced_until_ns += 2 * EVENT_GAP_NS
         self.probe.count(self._traced)
-        self.sending = sending
+        self.sending, sending.at = sending, published
         return True
 
     def sent(self, sending: Sending, path: str, sequence: int, nbytes: int, now_ns: int) -> None:
@@ -283,7 +295,9 @@ class WriterLog(_Log):
         super().error(error, sequence)
         sending, self.sending = self.sending, None
         kind = _KIND_OF_ERROR.get(type(error))
-        if sending is not None and kind is not None:  # it was not sent, and its trace says why
+        if (
+            sending is not None and sending.at == sequence and kind is not None
+        ):  # it was not sent, and its trace says why
             now_ns, trace = _monotonic_ns(), sending.trace
             self.probe.event(Event.ORIGIN, sequence, sending.began_ns, sending.parent, 0, trace)
             self.probe.event(Event.ERROR, sequence, now_ns, ERROR_KINDS.index(kind), 0, trace)
@@ -330,6 +344,8 @@ class WriterLog(_Log):
         gauge(gauges["block_budget_bytes"], pool.max_bytes)
         gauge(gauges["block_largest_free_bytes"], pool.largest_free_bytes)
         gauge(gauges["holds_used"], pool.holds_used)
+        values = self.probe.values
+        gauge(self._untraced, max(values[self._untraced], self._wanted - values[self._traced]))
         self._copy_out(self._published, now_ns)
 
     def counts(self, n_reader: int) -> dict[str, Any]:

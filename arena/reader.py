@@ -507,6 +507,8 @@ class Reader(MessageQueue):
         self._attachment.close()
         self._borrower.close()
         if self._log is not None:
+            # With its successor gone in order, a dead predecessor's page would speak of a rank that nobody misses.
+            remove_dead_pages(self._directory, self.rank, keep=0)
             self._log.close(self._consumed[0])
         remove_if_empty(self._directory)
 

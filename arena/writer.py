@@ -233,7 +233,9 @@ class Writer(MessageQueue):
             sequence = self._published[0]
             log = self._log
             began_ns = 0 if log is None or sequence & log.sample else _monotonic_ns()
-            sending = None if hooks.trace_source is None else self._sample(0)
+            sending = None
+            if hooks.trace_source is not None and (sampled := hooks.trace_source(0)) is not None:
+                sending = self._admit(sampled, 0)
             message = self._encode(obj)
             if sending is not None:
                 sending.encode_ns = _monotonic_ns() - sending.began_ns
@@ -244,7 +246,7 @@ class Writer(MessageQueue):
                     if began_ns:
                         began_ns += self._claim.waited_ns  # what is looked at is the encoding
                     if sending is None and hooks.trace_source is not None and self._claim.waited_ns:
-                        sending = self._sample(self._claim.waited_ns)
+                        sending = self._sample_slow(self._claim.waited_ns)
                 now_ns = _monotonic_ns()
                 if sending is None:
                     ring.put(sequence, message, nbytes, now_ns)
@@ -321,14 +323,15 @@ class Writer(MessageQueue):
         return deadline_ns
 
     # ── traces ───────────────────────────────────────────────────────────────────────────────────
-    def _sample(self, slow_ns: int) -> Sending | None:
-        """Ask telemetry whether to trace this message: before it is encoded, and again once it has been slow."""
-        log, source = self._log, hooks.trace_source
-        if log is not None:
-            log.sending = None
+    def _sample_slow(self, slow_ns: int) -> Sending | None:
+        """Ask telemetry whether to trace a message that has been slow."""
+        source = hooks.trace_source
         sampled = None if source is None else source(slow_ns)
-        if sampled is None:
-            return None
+        return None if sampled is None else self._admit(sampled, slow_ns)
+
+    def _admit(self, sampled: hooks.Sampled, slow_ns: int) -> Sending | None:
+        """Begin to trace a message that has been under way for so long, if there is room for it."""
+        log = self._log
         now_ns = _monotonic_ns()
         sending = Sending(sampled, now_ns - slow_ns)
         return sending if log is None or log.admit(sending, now_ns) else None
@@ -365,20 +368,18 @@ class Writer(MessageQueue):
             payload = build_payload(whole, placed)
             path = self._send_payload(payload, deadline_ns, reasons)
         except Exception:
-            self._sending = None
             self._take_back_unsent()
             raise
         except BaseException:  # ctrl-C, at any point of this
-            self._sending = None
             self._in_flight = []
             self._pool.repair(self._published[0])
             raise
-        self._sending = None
+        sending, self._sending = self._sending, None
         self._in_flight = []
         now_ns = _monotonic_ns()
         self._look_due = now_ns >= self._next_look_ns
         if self._log is not None:
-            self._log.message(path, self._published[0] - 1, nbytes, now_ns - self._began_ns, reasons)
+            self._log.message(path, self._published[0] - 1, nbytes, now_ns - self._began_ns, reasons, sending)
 
     def _take_back_unsent(self) -> None:
         """The holds of a message that was not published are nobody's."""
@@ -461,7 +462,7 @@ class Writer(MessageQueue):
             self._claim.wait(sequence, deadline_ns, first=first)
         now_ns = _monotonic_ns()
         if first and self._sending is None and hooks.trace_source is not None:
-            self._sending = self._sample(now_ns - self._began_ns)
+            self._sending = self._sample_slow(now_ns - self._began_ns)
         self._ring.write_pieces(sequence, kind, pieces, now_ns)
         if self._sending is not None:
             self._ring.write_trace(sequence, self._sending.trace)

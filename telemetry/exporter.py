@@ -14,9 +14,14 @@ from pathlib import Path
 from socketserver import TCPServer, ThreadingMixIn
 from types import TracebackType
 from typing import Any, Final
+from weakref import WeakSet
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
+except ModuleNotFoundError as missing:
+    sentence = "telemetry's exporter needs prometheus-client; run: pip install 'arena-dataplane[telemetry]'"
+    raise ModuleNotFoundError(sentence, name=missing.name) from None
 
 from arena.probe import ArenaError
 from telemetry.metrics import ArenaCollector
@@ -27,6 +32,9 @@ PORT: Final = 9464
 
 LOOPBACK: Final = "127.0.0.1"
 
+MAX_CLIENTS: Final = 64
+"""Connections at a time; one that says nothing ends after `_CLIENT_TIMEOUT_S`."""
+
 _CLIENT_TIMEOUT_S: Final = 10.0
 
 RunDir = str | os.PathLike[str] | None
@@ -35,6 +43,10 @@ OnTrouble = Callable[[str], None]
 
 class ExportFailed(ArenaError, OSError):
     """The metrics can't be served, or written, where they should be."""
+
+
+class AlreadyRegistered(ArenaError, ValueError):
+    """The registry has the metrics already."""
 
 
 def _ignore(message: str) -> None:
@@ -55,12 +67,19 @@ def register(
         What to give to `registry.unregister` to take them out again.
 
     Raises:
-        ValueError: they are in it already.
+        AlreadyRegistered: they are in it already.
     """
     from prometheus_client import REGISTRY
 
     collector = ArenaCollector(Watcher(run_dir), on_trouble)
-    (REGISTRY if registry is None else registry).register(collector)
+    try:
+        (REGISTRY if registry is None else registry).register(collector)
+    except ValueError as duplicates:  # whose text is the names of all metrics
+        raise AlreadyRegistered(
+            "the registry has metrics of these names already",
+            expected="to be registered once",
+            remedy="first unregister what the earlier `register` returned",
+        ) from duplicates
     return collector
 
 
@@ -70,11 +89,13 @@ class Exporter:
     def __init__(self, port: int, bind: str, run_dir: RunDir, on_trouble: OnTrouble) -> None:
         registry = CollectorRegistry()
         self._server = _listen(bind, port, _metrics_only(make_wsgi_app(registry)))
+        self._inherited = False
         self._collector = register(registry, run_dir=run_dir, on_trouble=on_trouble)
         self.port: int = self._server.server_port
         self.url = f"http://{f'[{bind}]' if ':' in bind else bind}:{self.port}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="arena-exporter", daemon=True)
         self._thread.start()
+        _EXPORTERS.add(self)
 
     def __enter__(self) -> Exporter:
         return self
@@ -84,10 +105,28 @@ class Exporter:
 
     def close(self) -> None:
         """Stop serving, when the scrape under way is over."""
+        if self._inherited:
+            return  # no thread to wait for, and nothing that is this process's
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
         self._collector.close()
+
+    def let_go(self) -> None:
+        """In a forked child, which has no thread to serve with: its copy of the socket would keep the port taken."""
+        self._server.socket.close()
+        self._inherited = True
+
+
+_EXPORTERS: Final[WeakSet[Exporter]] = WeakSet()
+
+
+def _let_go_of_all() -> None:
+    for exporter in list(_EXPORTERS):
+        exporter.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def start_exporter(
@@ -129,9 +168,28 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def server_bind(self) -> None:
         """Without the look-up of this host's name, which can take as long as a name server likes."""
+        self._free = threading.BoundedSemaphore(MAX_CLIENTS)
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve it from a thread, or hang up if there are too many: they must not cost their host its threads."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one client."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""
@@ -149,6 +207,10 @@ class _Handler(WSGIRequestHandler):
 
 
 def _listen(bind: str, port: int, app: Any) -> WSGIServer:
+    if not bind:  # an unset variable of a script, and to the system every address
+        raise ExportFailed(
+            "no address to serve metrics at", expected="an address of this host", remedy="0.0.0.0 is all of them"
+        )
     try:
         return make_server(bind, port, app, _Server6 if ":" in bind else _Server, _Handler)
     except (OSError, OverflowError) as error:

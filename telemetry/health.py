@@ -34,7 +34,7 @@ class Verdict(IntEnum):
     """What the window says, the worst last."""
 
     OK = 0
-    LAGGING = 1  # never caught up, and fell further behind or stayed in the ring's second half
+    LAGGING = 1  # last of all, never caught up, and fell further behind or stayed in the ring's second half
     STALLED = 2  # had something to take, took nothing, and showed no sign of life
     STOPPED = 3  # a signal or a debugger stopped the process
     GONE = 4  # the process ended without saying goodbye
@@ -42,12 +42,16 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Sign:
-    """One reader in one look: when, how far it had come, how far behind it was, and its last sign of life."""
+    """One reader in one look: when, how far it had come, how far behind it was, its last sign of life.
+
+    And whether it was the last one: no living reader was further behind.
+    """
 
     time_ns: int
     sequence: int
     lag: int
     heartbeat_ns: int
+    last: bool = True
 
 
 def judge(window: Sequence[Sign], process: str, slots: int) -> Verdict:
@@ -69,9 +73,10 @@ def judge(window: Sequence[Sign], process: str, slots: int) -> Verdict:
         return Verdict.STALLED
     lags = [sign.lag for sign in window]
     fell = any(later < earlier for earlier, later in pairwise(lags))
-    if (not fell and lags[-1] > lags[0]) or 2 * min(lags) >= slots > 0:
-        return Verdict.LAGGING
-    return Verdict.OK
+    behind = (not fell and lags[-1] > lags[0]) or 2 * min(lags) >= slots > 0
+    # Whoever is mostly ahead of another is held up by that one: in a collective, or by a ring that it keeps full.
+    last = 2 * sum(sign.last for sign in window) >= len(window)
+    return Verdict.LAGGING if behind and last else Verdict.OK
 
 
 class History:
@@ -85,9 +90,11 @@ class History:
         there: set[Path] = set()
         verdicts = {}
         for queue in look.queues:
+            most = max((queue.lag(reader) for reader in queue.readers if reader.alive is not False), default=0)
             for reader in queue.readers:
                 there.add(reader.page.path)
-                sign = Sign(look.time_ns, reader.sequence, queue.lag(reader), reader.heartbeat_ns)
+                lag = queue.lag(reader)
+                sign = Sign(look.time_ns, reader.sequence, lag, reader.heartbeat_ns, lag >= most)
                 window = self._remember(reader.page.path, sign)
                 verdicts[queue.label, reader.rank] = judge(window, reader.process, queue.slots)
         for path in self._windows.keys() - there:

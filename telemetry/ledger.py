@@ -33,20 +33,16 @@ class Ledger:
     """The accounts of one queue."""
 
     def __init__(self) -> None:
-        self._seen: dict[Key, Endpoint] = {}
-        self._closed: dict[Key, Account] = {}
+        self._newest: dict[Key, Endpoint] = {}
+        self._earlier: dict[Key, Account] = {}
         self._floors: dict[tuple[str, str], int] = {}
 
     def accounts(self, queue: Queue, now: InProgress) -> dict[Key, Account]:
         """Take one more look at the queue: the account of every end that there is or was."""
         ends = {(end.page.role, end.rank): end for end in queue.endpoints}
-        for key, before in self._seen.items():
-            if key not in ends or ends[key].page.path != before.page.path:
-                self._close(key, before)
-        self._seen = ends
-        accounts = dict(self._closed)
         for key, end in ends.items():
-            accounts[key] = Account(end.page, self._with_closed(key, end), gone=False)
+            self._take(key, end)
+        accounts = {key: self._account(key, newest, ends.get(key)) for key, newest in self._newest.items()}
         if WRITER in ends:
             accounts[WRITER] = self._with_wait(accounts[WRITER], now)
         return accounts
@@ -56,19 +52,32 @@ class Ledger:
         floor = self._floors[name, reader] = max(value, self._floors.get((name, reader), 0))
         return floor
 
-    def _close(self, key: Key, before: Endpoint) -> None:
-        """An incarnation is over: its counts stay, its gauges end with it."""
-        values = self._with_closed(key, before)
-        for one in before.page.series:
+    def _take(self, key: Key, end: Endpoint) -> None:
+        """Note the end as it is now. Each incarnation counts once, however often it comes into sight."""
+        before = self._newest.get(key)
+        if before is not None and before.page.path != end.page.path:
+            if end.alive is False and end.page.started_ns < before.page.started_ns:
+                return  # a dead predecessor, in sight again since the newest left
+            self._earlier[key] = Account(before.page, self._counts(key, before), gone=True)
+        self._newest[key] = end
+
+    def _account(self, key: Key, newest: Endpoint, now: Endpoint | None) -> Account:
+        values = self._with_earlier(key, newest) if now is newest else self._counts(key, newest)
+        return Account(newest.page, values, gone=now is None)
+
+    def _counts(self, key: Key, end: Endpoint) -> list[int]:
+        """What stays of an incarnation that is over: its counts. Its gauges end with it."""
+        values = self._with_earlier(key, end)
+        for one in end.page.series:
             if one.kind is Kind.GAUGE:
                 values[one.word] = 0
-        self._closed[key] = Account(before.page, values, gone=True)
+        return values
 
-    def _with_closed(self, key: Key, end: Endpoint) -> list[int]:
-        closed = self._closed.get(key)
-        if closed is None or closed.page.series != end.page.series:  # nothing, or of another version
+    def _with_earlier(self, key: Key, end: Endpoint) -> list[int]:
+        earlier = self._earlier.get(key)
+        if earlier is None or earlier.page.series != end.page.series:  # nothing, or of another version
             return list(end.values)
-        return [before + now for before, now in zip(closed.values, end.values, strict=True)]
+        return [before + now for before, now in zip(earlier.values, end.values, strict=True)]
 
     def _with_wait(self, account: Account, now: InProgress) -> Account:
         """Add what is certain of the wait in progress."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
@@ -17,10 +18,11 @@ from typing import Final, NamedTuple
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
 from arena.probe import BUCKETS, HISTOGRAM_WORDS, Kind, PageSeries
 from telemetry.blame import InProgress, in_progress
+from telemetry.exemplars import Observed, observed
 from telemetry.health import History, Verdict
 from telemetry.ledger import Account, Key, Ledger
 from telemetry.names import EXPORTED, HISTOGRAM_READERS, INFO, PAGE_ERRORS, Exported, Per
@@ -111,8 +113,11 @@ class _Book:
         accounts = self._ledger.accounts(queue, now)
         self._prepare(queue, accounts)
         values = {key: account.values for key, account in accounts.items()}
+        traced = {(end.page.role, end.rank): observed(end) for end in queue.endpoints if end.events}
         for row in self._rows:
             row.fill_in(values, samples[row.exported.name])
+            if traced and row.exported.kind == Kind.HISTOGRAM:
+                row.add_exemplars(traced, samples[row.exported.name])
         for name, further, value in _derived(queue, verdicts, now, self._ledger):
             exported = EXPORTED[name]
             samples[name].append(Sample(exported.full_name, self._labels_of(exported, further), value))
@@ -154,7 +159,7 @@ class _Book:
             names = exported.label_names
             if len(further) < len(names) - 1:  # a histogram without its reader
                 names = tuple(name for name in names if name != "reader")
-            self._labels[key] = dict(zip(names, (self._label, *further), strict=True))
+            self._labels[key] = dict(zip(names, map(_printable, (self._label, *further)), strict=True))
         return self._labels[key]
 
 
@@ -173,6 +178,16 @@ class _Row(NamedTuple):
         else:
             total = sum([values[key][word] for key, word in self.sources])
             into.append(Sample(self.names[0], self.labels[0], total * self.scale))
+
+    def add_exemplars(self, traced: Mapping[Key, Mapping[str, list[Observed]]], into: list[Sample]) -> None:
+        """Give each bucket the newest value in it whose trace is known."""
+        bounds = [1 << edge for edge in self.exported.edges]
+        first = len(into) - len(self.names)
+        for key, _ in self.sources:
+            for one in traced.get(key, {}).get(self.exported.name, ()):
+                at = first + bisect_right(bounds, one.value_ns)
+                exemplar = Exemplar(dict(one.labels), one.value_ns * self.scale, one.wall_s)
+                into[at] = into[at]._replace(exemplar=exemplar)
 
     def _histogram(self, values: Mapping[Key, Sequence[int]]) -> list[float]:
         parts = [values[key][word : word + HISTOGRAM_WORDS] for key, word in self.sources]
@@ -195,6 +210,11 @@ def _further_labels(
         return closed
     reader = str(one.labels.get("reader", rank))
     return (reader, *closed) if reader.isdecimal() and int(reader) < MAX_READERS else None
+
+
+def _printable(text: str) -> str:
+    """The text, if UTF-8 can say it: file names, and what a page says of itself, may be anything."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _bound(exported: Exported, edge: int) -> float:

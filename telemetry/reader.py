@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -19,6 +20,7 @@ from arena.probe import (
     ENDED,
     BadPage,
     BlockRecord,
+    EventRecord,
     Identity,
     PageSeries,
     ProbeReader,
@@ -76,7 +78,9 @@ class Endpoint:
         sequence: frames published (writer) or taken (reader).
         heartbeat_ns: its last sign of life: a message, a look around while it waits, a heartbeat.
         wait: what it waits for.
-        values: all counters, gauges and histograms; `page.series` says what is what.
+        values: all counters, gauges and histograms; `page.series` says what is what. Empty if they were not asked for.
+        events: its flight recorder, if that holds anything of a sampled message; empty otherwise.
+        wall_s: the time of the look, by the wall clock.
     """
 
     page: Page
@@ -87,6 +91,8 @@ class Endpoint:
     heartbeat_ns: int
     wait: Wait
     values: tuple[int, ...]
+    events: tuple[EventRecord, ...] = ()
+    wall_s: float = 0.0
 
     @property
     def rank(self) -> int:
@@ -106,6 +112,8 @@ class Endpoint:
     @property
     def gate_age_s(self) -> float:
         """Seconds for which the oldest block in its DMA gate has waited; 0 without any."""
+        if not self.values:
+            return 0.0
         since_ns = next((self.values[one.word] for one in self.page.series if one.name == GATE_SINCE), 0)
         return max(0, self.now_ns - since_ns) / 1e9 if since_ns else 0.0
 
@@ -125,7 +133,7 @@ class Queue:
         writer: None if it left in order, or keeps no page.
         readers: the newest incarnation of each rank that has a page, by rank.
         marks: when frames were published, see `arena.probe.published_at`.
-        blocks: the arena's live blocks; empty if the table did not hold still.
+        blocks: the arena's live blocks, as of the last look in which the table held still.
     """
 
     label: str
@@ -145,12 +153,12 @@ class Queue:
         """Writer and readers."""
         return self.readers if self.writer is None else (self.writer, *self.readers)
 
-    @property
+    @cached_property
     def n_reader(self) -> int:
         """For how many readers the queue was made."""
         return max((one.page.number("n_reader") for one in self.endpoints), default=0)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Slots of the ring; 0 where no writer says it."""
         return self.writer.page.number("slots") if self.writer else 0
@@ -167,10 +175,14 @@ class Queue:
         return 0 if reader.alive is False and behind > self.slots + 1 else min(behind, self.slots)
 
     def lag_s(self, reader: Endpoint) -> float:
-        """Seconds since the oldest frame that it has not taken was published; 0 without lag."""
+        """Seconds since the oldest frame that it has not taken was published; 0 without lag.
+
+        Up to the last sign of life of a writer that is dead: what nobody will ever take does not age for ever.
+        """
         if self.writer is None or not self.lag(reader) or not self.marks:
             return 0.0
-        return max(0, self.writer.now_ns - published_at(self.marks, reader.sequence)) / 1e9
+        now_ns = self.writer.heartbeat_ns if self.writer.alive is False else self.writer.now_ns
+        return max(0, now_ns - published_at(self.marks, reader.sequence)) / 1e9
 
     def held_bytes(self, rank: int) -> int:
         """Bytes of the arena's blocks that a reader holds."""
@@ -214,7 +226,11 @@ class _File:
 
     def opened(self) -> ProbeReader:
         if self._open is None:
-            self._open = ProbeReader(self.page.path)
+            again, page = ProbeReader(self.page.path), self.page
+            if (again.owner, again.started_ns, again.series) != (page.owner, page.started_ns, page.series):
+                again.close()
+                raise BadPage(f"{page.path} was written over", reason="changed", expected="what it was when found")
+            self._open = again
         return self._open
 
     def close(self) -> None:
@@ -247,6 +263,9 @@ class Watcher:
     def __init__(self, run_dir: str | os.PathLike[str] | None = None) -> None:
         self._configured = os.fspath(run_dir) if run_dir is not None else None
         self._files: dict[Path, _File] = {}
+        self._listed: dict[Path, tuple[list[str], list[Path]]] = {}
+        self._last_directories: list[Path] = []
+        self._newest: dict[Path, dict[int, int]] = {}
         self._states: dict[Identity, str] = {}
         self._ended: set[Identity] = set()
         self._troubles: list[Trouble] = []
@@ -263,15 +282,26 @@ class Watcher:
             file.close()
         self._files.clear()
 
-    def look(self) -> Look:
-        """Look at every queue, now. Never raises for what it finds."""
+    def look(self, readers_of: Collection[str] | None = None) -> Look:
+        """Look at every queue, now. Never raises for what it finds.
+
+        Args:
+            readers_of: labels of queues; the readers of all others come without values, and both their ends without
+                events, which are most of what a look costs. None is all queues.
+        """
         self._troubles = []
         self._states = {}
-        found = [self._find(directory) for directory in self._directories()]
+        directories = self._directories()
+        self._listed = {one: self._listed[one] for one in directories if one in self._listed}
+        self._newest = {one: self._newest.get(one, {}) for one in directories}
+        found = [self._find(directory) for directory in directories]
         chosen = self._choose([one for one in found if one.files])
         exported = {label: self._newest_of_each_rank(one) for label, one in chosen.items()}
         self._forget_all_but({file.page.path: file for one in found for file in one.files}, exported.values())
-        queues = [self._queue(label, chosen[label].directory, files) for label, files in sorted(exported.items())]
+        queues = [
+            self._queue(label, chosen[label].directory, files, whole=readers_of is None or label in readers_of)
+            for label, files in sorted(exported.items())
+        ]
         pages_read = sum(len(queue.endpoints) for queue in queues)
         return Look(time.monotonic_ns(), tuple(queues), pages_read, tuple(self._troubles))
 
@@ -280,7 +310,8 @@ class Watcher:
         root = Path(self._configured or "")
         try:
             root = observed_directory(self._configured)
-            return queue_directories(root)
+            self._last_directories = queue_directories(root)
+            return self._last_directories
         except FileNotFoundError:
             pass  # no queue yet
         except RunDirectoryError as refused:
@@ -288,16 +319,30 @@ class Watcher:
         except OSError as error:
             remedy = "join its group, or run under its uid"
             self._troubles.append(Trouble("directory", root, f"can't list {root}; found {error.strerror}; {remedy}"))
+            return self._last_directories  # too many open files are no reason to forget what is mapped
         return []
 
     def _find(self, directory: Path) -> _Found:
         if not os.access(directory, os.R_OK | os.X_OK):
             remedy = "let the group read the run directory before queues are made in it, or run under their uid"
             self._troubles.append(Trouble("unreadable", directory, f"can't look into {directory}; {remedy}"))
-        files = [file for path in pages(directory) if (file := self._file(path)) is not None]
+        files = [file for path in self._pages(directory) if (file := self._file(path)) is not None]
         living = any(self._state(file.page.owner) not in ENDED for file in files)
         started_ns = min((file.page.started_ns for file in files), default=0)
         return _Found(directory, files, living, started_ns)
+
+    def _pages(self, directory: Path) -> list[Path]:
+        """The paths of its pages: the same objects as last time if they are the same, which saves parsing them."""
+        try:
+            names = os.listdir(directory)
+        except FileNotFoundError:
+            names = []
+        except OSError:
+            names = self._listed[directory][0] if directory in self._listed else []
+        known = self._listed.get(directory)
+        if known is None or known[0] != names:
+            known = self._listed[directory] = (names, pages(directory))
+        return known[1]
 
     def _file(self, path: Path) -> _File | None:
         try:
@@ -335,17 +380,17 @@ class Watcher:
         for file in there.values():
             if id(file) not in kept:
                 file.close()
-        self._ended &= {file.page.owner for file in there.values()}
+        if self._ended:
+            self._ended &= {file.page.owner for file in there.values()}
 
     def _state(self, owner: Identity) -> str:
         """The state of a process: asked for once a look, and never again once it has ended."""
-        if owner in self._ended:
-            return ENDED[0]
-        if owner not in self._states:
-            self._states[owner] = process_state(owner)
-            if self._states[owner] in ENDED:
+        state = self._states.get(owner)
+        if state is None:
+            state = self._states[owner] = ENDED[0] if owner in self._ended else process_state(owner)
+            if state in ENDED:
                 self._ended.add(owner)
-        return self._states[owner]
+        return state
 
     # ── what of it is shown ──────────────────────────────────────────────────────────────────────
     def _choose(self, found: list[_Found]) -> dict[str, _Found]:
@@ -379,23 +424,33 @@ class Watcher:
         by_rank: dict[int, _File] = {}
         for file in sorted(shown, key=self._age_order):
             by_rank[file.page.rank] = file
-        return writer[:1] + [by_rank[rank] for rank in sorted(by_rank)]
+        return writer[:1] + [by_rank[rank] for rank in sorted(by_rank) if not self._was_replaced(found, by_rank[rank])]
+
+    def _was_replaced(self, found: _Found, file: _File) -> bool:
+        """Whether a dead reader had a successor in an earlier look: then its rank left in order, and is not gone."""
+        newest = self._newest[found.directory]
+        rank, started_ns = file.page.rank, file.page.started_ns
+        if self._state(file.page.owner) in ENDED and started_ns < newest.get(rank, 0):
+            return True
+        newest[rank] = started_ns
+        return False
 
     def _age_order(self, file: _File) -> tuple[bool, int]:
         return self._state(file.page.owner) not in ENDED, file.page.started_ns
 
     # ── taking the snapshot ──────────────────────────────────────────────────────────────────────
-    def _queue(self, label: str, directory: Path, files: list[_File]) -> Queue:
+    def _queue(self, label: str, directory: Path, files: list[_File], *, whole: bool) -> Queue:
         writer: Endpoint | None = None
         marks: list[tuple[int, int]] = []
         blocks: list[BlockRecord] = []
         readers = []
         for file, opened in self._readable(files):  # the writer first: see `Queue.lag`
-            endpoint = self._endpoint(file.page, opened)
             if file.page.role is Role.WRITER:
-                writer, marks, blocks = endpoint, opened.marks(), opened.blocks()
+                writer = self._endpoint(file.page, opened, *opened.values_and_wait(), whole=whole)
+                marks, blocks = opened.marks(), opened.blocks()
             else:
-                readers.append(endpoint)
+                values, wait = opened.values_and_wait() if whole else ([], opened.wait())
+                readers.append(self._endpoint(file.page, opened, values, wait, whole=whole))
         return Queue(label, directory, writer, tuple(readers), tuple(marks), tuple(blocks))
 
     def _readable(self, files: list[_File]) -> Iterator[tuple[_File, ProbeReader]]:
@@ -409,8 +464,7 @@ class Watcher:
             else:
                 yield file, opened
 
-    def _endpoint(self, about: Page, opened: ProbeReader) -> Endpoint:
-        values, wait = opened.values_and_wait()
+    def _endpoint(self, about: Page, opened: ProbeReader, values: list[int], wait: Wait, *, whole: bool) -> Endpoint:
         return Endpoint(
             page=about,
             process=self._state(about.owner),
@@ -420,4 +474,6 @@ class Watcher:
             heartbeat_ns=opened.heartbeat_ns,
             wait=wait,
             values=tuple(values),
+            events=tuple(opened.events()) if whole and opened.traced() else (),
+            wall_s=time.time(),
         )

@@ -97,8 +97,16 @@ def test_gc_makes_no_directory_of_one_that_does_not_exist(run_dir, monkeypatch):
     assert not missing.exists()
 
 
+def test_gc_makes_no_directory_of_a_default_that_does_not_exist(run_dir, monkeypatch):
+    monkeypatch.delenv("ARENA_RUN_DIR")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(run_dir))
+    ran = arena("gc")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "nothing to remove\n", "")
+    assert list(run_dir.iterdir()) == []
+
+
 def test_gc_refuses_a_file_in_one_line(run_dir):
     (run_dir / "file").touch()
     ran = arena("gc", "--run-dir", str(run_dir / "file"))
     assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
-    assert ran.stderr.startswith(f"arena gc: can't use {run_dir}/file as run directory")
+    assert ran.stderr.startswith(f"arena gc: refusing {run_dir}/file as run directory")

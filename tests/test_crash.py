@@ -315,6 +315,19 @@ def test_a_crash_loop_fills_nothing_up_and_leaves_the_other_queue_alone(fleet, r
     assert list(run_dir.iterdir()) == []
 
 
+def test_a_rank_whose_last_reader_left_in_order_leaves_no_page_of_one_that_died_before(fleet, run_dir):
+    with MessageQueue(2, config=QueueConfig(name="engine")) as queue:
+        directory = Path(queue.export_handle().directory)
+        killed, other = fleet.readers(queue)
+        killed.kill()
+        successor = fleet.start()
+        successor.call(hand.attach, queue.export_handle(), 0)
+        assert len(list(directory.glob("reader-0-*"))) == 2, "the dead one's is there for a post-mortem"
+        successor.call(hand.shut_down)
+        assert list(directory.glob("reader-0-*")) == []
+        other.call(hand.shut_down)
+
+
 # ── ctrl-C at any moment ─────────────────────────────────────────────────────────────────────────
 class Interrupts:
     """Ctrl-C after a random fraction of a moment, once for each time it is armed."""

@@ -287,6 +287,7 @@ def test_an_installed_package_writes_the_bundle(installed, tmp_path):
 
 
 def test_the_bundle_takes_a_data_source_and_a_runbook(installed, tmp_path):
+    arena_dashboards(installed, "--out", tmp_path)
     arena_dashboards(installed, "--out", tmp_path, "--datasource", "mimir-7", "--runbook", "https://wiki/arena")
     board = json.loads((tmp_path / "arena-2-blame.json").read_text())
     assert board["templating"]["list"][0]["current"]["value"] == "mimir-7"
@@ -297,6 +298,25 @@ def test_the_bundle_takes_a_data_source_and_a_runbook(installed, tmp_path):
     assert source["uid"] == "mimir-7"
     (group,) = yaml.safe_load((tmp_path / "provisioning/alerting/arena.yml").read_text())["groups"]
     assert {rule["data"][0]["datasourceUid"] for rule in group["rules"]} == {"mimir-7"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "prometheus.yml"])
+def test_the_bundle_overwrites_nothing_of_somebody_elses(installed, tmp_path, name):
+    (tmp_path / name).write_text("# mine\n")
+    refused = arena_dashboards(installed, "--out", tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        f"arena dashboards: {tmp_path / name} is there already, and not from an earlier bundle; "
+        "name a directory of its own with --out\n"
+    )
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "# mine\n")]
+
+
+def test_a_place_that_can_not_be_written_is_one_clear_line(installed, tmp_path):
+    (tmp_path / "file").touch()
+    refused = arena_dashboards(installed, "--out", tmp_path / "file" / "bundle")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "name another directory with --out" in refused.stderr
 
 
 @pytest.mark.parametrize(

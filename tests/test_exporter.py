@@ -1,7 +1,9 @@
 """The endpoint: what it serves and what not, a stall seen through it, and the command around it."""
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import stat
@@ -19,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 import telemetry
 from arena import MessageQueue, QueueConfig
-from telemetry.exporter import Exporter, ExportFailed, register, start_exporter
+from telemetry.exporter import MAX_CLIENTS, AlreadyRegistered, Exporter, ExportFailed, register, start_exporter
 from tests.support.fleet import (
     A_WHILE_S,
     Fleet,
@@ -114,6 +116,44 @@ def test_an_address_that_is_not_ours_says_so(run_dir, bind):
         start_exporter(0, bind)
 
 
+def test_an_address_that_is_empty_is_not_every_address(run_dir):
+    with pytest.raises(ExportFailed, match=r"no address.*0\.0\.0\.0"):
+        start_exporter(0, "")
+
+
+def test_a_forked_child_neither_keeps_the_port_nor_waits_for_a_thread(exporter):
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        exporter.close()
+        os.write(write_end, b"closed")
+        signal.pause()
+    try:
+        with os.fdopen(read_end, "rb", 0) as said:
+            assert select.select([said], [], [], A_WHILE_S)[0]
+            assert said.read(6) == b"closed"
+        assert scrape(exporter).value("exporter_pages") == 0, "the parent serves on"
+        exporter.close()
+        with pytest.raises(urllib.error.URLError):
+            get(exporter.url)
+        with start_exporter(exporter.port) as again:
+            assert scrape(again).value("exporter_pages") == 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(write_end)
+
+
+def test_more_clients_than_it_serves_at_a_time_are_hung_up_on(exporter):
+    with contextlib.ExitStack() as silent:
+        for _ in range(MAX_CLIENTS):
+            silent.enter_context(socket.create_connection(("127.0.0.1", exporter.port), timeout=A_WHILE_S))
+        late = silent.enter_context(socket.create_connection(("127.0.0.1", exporter.port), timeout=A_WHILE_S))
+        assert late.recv(1) == b""
+    eventually(lambda: exporter._server._free._value == MAX_CLIENTS)
+    assert scrape(exporter).value("exporter_pages") == 0
+
+
 def test_a_closed_exporter_leaves_nothing_behind(run_dir):
     with MessageQueue(1, config=QueueConfig(name="steps")) as writer:
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)  # from here on the queue opens nothing more
@@ -162,10 +202,18 @@ def test_it_adds_itself_to_a_registry_once(run_dir):
     collector = telemetry.register(registry)
     with MessageQueue(1, config=QueueConfig(name="steps")):
         assert registry.get_sample_value("arena_writer_up", {"queue": "steps"}) == 1
-    with pytest.raises(ValueError, match="Duplicate"):
+    with pytest.raises(AlreadyRegistered, match="once; first unregister") as refused:
         register(registry)
+    assert isinstance(refused.value, ValueError)
+    assert "arena_parks" not in str(refused.value), "not the names of a hundred metrics"
     registry.unregister(collector)
     register(registry)
+
+
+def test_without_prometheus_client_it_says_which_extra_to_install():
+    program = "import sys; sys.modules['prometheus_client'] = None; import telemetry; telemetry.start_exporter()"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ran.stderr.rstrip().endswith("needs prometheus-client; run: pip install 'arena-dataplane[telemetry]'")
 
 
 def test_importing_telemetry_loads_nothing():

@@ -3,12 +3,13 @@
 import ctypes
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from telemetry.health import ENOUGH, GAP_NS, WINDOW_NS, History, Sign, Verdict, judge
 from telemetry.reader import Watcher
-from tests.support.fleet import Fleet, Here, Worker, attach, create, enqueue, eventually
+from tests.support.fleet import Fleet, Here, Worker, attach, create, drain, enqueue, eventually
 
 SLOTS = 8
 
@@ -38,6 +39,30 @@ def test_a_reader_that_only_falls_behind_is_lagging():
 
 def test_a_reader_that_keeps_the_ring_full_is_lagging_even_if_it_moves():
     assert judge(window(8, 7, 8, 7), "S", SLOTS) is Verdict.LAGGING
+
+
+def test_a_reader_that_is_mostly_ahead_of_another_is_not_lagging():
+    held_up, alike = ([replace(sign, last=last) for sign in window(7, 7, 7, 8)] for last in (False, True))
+    assert judge([*held_up[:3], alike[3]], "S", SLOTS) is Verdict.OK
+    assert judge([*held_up[:2], *alike[2:]], "S", SLOTS) is Verdict.LAGGING, "as often last as not"
+
+
+def test_of_two_readers_that_hold_each_other_up_only_the_last_is_lagging(fleet):
+    writer, quick, slow = (fleet.start() for _ in range(3))
+    handle = writer.call(create, 2, name="steps", slots=SLOTS)
+    quick.call(attach, handle, 0)
+    slow.call(attach, handle, 1)
+    writer.call(enqueue, *range(SLOTS))
+    history, found = History(), {}
+    with Watcher() as watcher:
+        quick.call(drain, 1)
+        for _ in range(ENOUGH + 1):  # as in a collective: the quick one is always one message ahead
+            quick.call(drain, 1)
+            slow.call(drain, 1)
+            writer.call(enqueue, 1)
+            found = history.judge(watcher.look())
+            time.sleep(1.1 * GAP_NS / 1e9)
+    assert found == {("steps", 0): Verdict.OK, ("steps", 1): Verdict.LAGGING}
 
 
 def test_a_reader_that_takes_nothing_and_shows_no_sign_of_life_is_stalled():

@@ -242,6 +242,20 @@ def test_an_event_takes_any_number(probe, value):
         assert [(one.a, one.b) for one in reader.events()] == [(value & MASK, value & MASK)]
 
 
+def test_the_count_of_dropped_events_never_falls(run_dir):
+    with MessageQueue(1) as queue, MessageQueue.create_from_handle(queue.export_handle(), 0) as reader:
+        probe = queue._probe
+        seen = []
+        for _ in range(5):
+            probe.next_flush_ns = 0  # as when 50 ms have passed: the frame itself copies everything out
+            queue.enqueue(torch.zeros(100_000))
+            seen.append(probe.values[probe.events_dropped])
+            queue.statistics()  # and so does this, once the message's event has been noted
+            seen.append(probe.values[probe.events_dropped])
+            reader.dequeue()
+        assert seen == sorted(seen)
+
+
 def test_every_kind_of_event_has_a_name():
     kinds = {value for name, value in vars(Event).items() if isinstance(value, int) and not name.startswith("_")}
     assert set(Event.NAMES) == kinds
@@ -385,6 +399,17 @@ def test_a_block_table_in_the_middle_of_a_change_is_not_believed(probe):
         assert reader.blocks() == []
 
 
+def test_while_the_block_table_changes_the_last_known_one_stands(probe):
+    probe.block(0, 1, 0, 4096, 1)
+    with seen(probe) as reader:
+        before = reader.blocks()
+        probe.block(1, 1, 4096, 4096, 1)
+        probe.words[page.L_BLOCK_SEAL] += 1
+        assert reader.blocks() == before
+        probe.words[page.L_BLOCK_SEAL] += 1
+        assert len(reader.blocks()) == 2
+
+
 def test_a_change_that_an_interrupt_cut_short_does_not_hide_the_table_for_ever(probe):
     probe.block(0, 1, 0, 4096, 1)
     probe.words[page.L_BLOCK_SEAL] += 1  # as far as the interrupted change came
@@ -512,6 +537,10 @@ def test_a_page_of_another_kind_or_version_is_bad_and_says_why(probe, word, valu
         a_series(word=1 << 70),
         a_series(kind="histogram", word=10_000),
         a_series(labels=[]),
+        a_series(labels={"reader": [1]}),
+        a_series(scale=-1.0),
+        a_series(scale=float("nan")),
+        a_series(scale=float("inf")),
         a_series(scale="1"),
         a_series(scale=10**400),
         a_series(unit=None),
@@ -828,6 +857,14 @@ def test_a_queue_that_is_just_being_set_up_is_left_alone(run_dir, text):
     assert collect_garbage(run_dir) == []
     os.utime(place, (1, 1))
     assert collect_garbage(run_dir) == [place]
+
+
+def test_a_directory_with_other_files_is_not_a_queues_because_of_its_name(run_dir):
+    place = run_dir / "backup@2026"
+    place.mkdir()
+    (place / "thesis.tex").touch()
+    os.utime(place, (1, 1))
+    assert collect_garbage(run_dir) == []
 
 
 def test_an_empty_directory_is_removed_once_it_is_old(run_dir):

@@ -1,7 +1,9 @@
 """Which queues are found, which of several are shown, and what a snapshot says of the living and the dead."""
 
+import contextlib
 import gc
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -222,6 +224,22 @@ def test_what_a_dead_writer_waited_for_stays_and_does_not_grow(fleet, watcher):
     assert queue.lag(queue.readers[0]) == 2
 
 
+def test_the_lag_of_a_dead_queue_does_not_grow(fleet, watcher):
+    writer, reader = fleet.start(), fleet.start()
+    reader.call(attach, writer.call(create, 1, name="steps", slots=8), 0)
+    writer.call(enqueue, 1, 2)
+    reader.freeze()
+    for worker in (writer, reader):
+        worker.kill()
+    lags = []
+    for _ in range(2):
+        (queue,) = watcher.look().queues
+        lags.append((queue.lag(queue.readers[0]), queue.lag_s(queue.readers[0])))
+        time.sleep(0.05)
+    assert lags[0] == lags[1]
+    assert lags[0][0] == 2
+
+
 def test_a_dead_reader_that_the_writer_went_on_without_has_no_lag(run_dir, watcher):
     directory = queue_directory(run_dir, "steps", "x")
     writer, reader = make_page(directory), make_page(directory, Role.READER)
@@ -361,6 +379,42 @@ def test_whoever_is_not_in_the_group_is_told_what_to_do(run_dir):
 
 
 # --- keeping pages mapped --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_file_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_many_open_files_make_nobody_dead_and_hide_nothing(run_dir, watcher):
+    with MessageQueue(1, config=QueueConfig(name="steps")):
+        (before,) = watcher.look().queues
+        with no_file_descriptor_left():
+            look = watcher.look()
+        assert [one.reason for one in look.troubles] == ["directory"]
+        (during,) = look.queues
+        assert (during.label, [end.alive for end in during.endpoints]) == (before.label, [None])
+        (after,) = watcher.look().queues
+        assert [end.alive for end in after.endpoints] == [True]
+
+
+def test_a_page_that_is_another_one_when_it_is_mapped_again_is_said(run_dir, watcher):
+    place = queue_directory(run_dir, "steps", "1")
+    about: dict[str, Any] = {"n_reader": 1, "about": {"queue": "steps"}}
+    old = Probe(reader_page(place, 0, os.getpid(), "a"), Role.READER, rank=0, slots=0, **about)
+    new = Probe(reader_page(place, 0, os.getpid(), "b"), Role.READER, rank=0, slots=0, **about)
+    watcher.look()  # the old one is known from now on, and not mapped
+    other = Probe(run_dir / "other", Role.READER, rank=0, slots=0, n_reader=1, about={"queue": "after"})
+    old.path.write_bytes(other.path.read_bytes())
+    new.unlink()
+    assert [one.reason for one in watcher.look().troubles] == ["changed"]
+    (queue,) = watcher.look().queues
+    assert queue.readers[0].page.about["queue"] == "after"
 
 
 def test_pages_stay_mapped_without_a_file_descriptor_and_go_with_their_files(run_dir, watcher):

@@ -9,6 +9,7 @@ the post-mortem, and `arena gc`, or the start of the next queue of that name, re
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ KEPT_DEAD: Final = 4
 ENDED: Final = ("X", "Z")
 """States of a process that is gone: not there, or not yet asked for by its parent."""
 
+_NO_SUCH_PROCESS: Final = (errno.ENOENT, errno.ESRCH)
+_OUR_FILE: Final = re.compile(rf"owner|{SOCKET}|{WRITER_PAGE}|(reader|rank)-[^/]*")
 _SAFE_NAME: Final = re.compile(r"[^A-Za-z0-9_.:-]+")
 
 
@@ -175,7 +178,9 @@ def process_state(owner: Identity) -> str:
         return ""
     try:
         fd = os.open(f"/proc/{owner.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno not in _NO_SUCH_PROCESS:  # as with too many open files: that says nothing of the process
+            return ""
         return "" if _is_hidden(owner.pid) else "X"
     try:
         status = os.read(fd, 4096)
@@ -257,8 +262,16 @@ def _marker_is_dead(directory: Path) -> bool:
     try:
         pid, ticks, inode = map(int, (directory / "owner").read_text().split())
     except (OSError, ValueError):  # not there, or not all of it: still being set up, unless it is old
-        return _age_s(directory) > 60
+        return _age_s(directory) > 60 and _is_ours(directory)
     return is_alive(Identity(pid, ticks, inode)) is False
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether all that is in it has a name that Arena gives: an `@` alone does not make a queue's directory."""
+    try:
+        return all(_OUR_FILE.fullmatch(name) for name in os.listdir(directory))
+    except OSError:
+        return False
 
 
 def _age_s(directory: Path) -> float:

@@ -109,7 +109,7 @@ MASK: Final = (1 << 64) - 1
 class Event:
     """Kinds of events in the flight recorder, and what `a` and `b` mean in each."""
 
-    PUBLISH: Final = 1  # a: ns of encoding, b: bytes
+    PUBLISH: Final = 1  # a: ns of encoding; of several parts without a trace: of all of sending; b: bytes
     CONSUME: Final = 2  # a: ns from publish to receive, b: ns from receive to release
     WAIT: Final = 3  # writer, when a wait for a slot ended; a: ns, b: rank charged
     COPY: Final = 4  # a: ns, b: bytes

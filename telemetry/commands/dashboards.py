@@ -1,7 +1,9 @@
 """`arena dashboards`: write the dashboards, the rules and what starts them into a directory."""
 
 import json
+import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,8 @@ import telemetry
 
 SHIPPED_RUNBOOK = "http://localhost:8000/README.md"
 SHIPPED_DATASOURCE = "prometheus"
+
+_BUNDLED = (".json", ".yml", ".md")
 
 
 def dashboards(
@@ -30,12 +34,29 @@ def dashboards(
     if out.exists() and not out.is_dir():
         _refuse(f"--out takes a directory, and {out} is none")
     source = _shipped()
-    for path in sorted(source.rglob("*")):
-        if path.suffix in (".json", ".yml", ".md"):
-            target = out / path.relative_to(source)
+    targets = {out / path.relative_to(source): path for path in sorted(source.rglob("*")) if path.suffix in _BUNDLED}
+    _refuse_what_is_not_ours(out, source, targets)
+    try:
+        for target, path in targets.items():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(_adapted(path, datasource, runbook))
             typer.echo(f"wrote {target}")
+    except OSError as error:
+        _refuse(f"can't write {error.filename or out}; found {error.strerror}; name another directory with --out")
+
+
+def _refuse_what_is_not_ours(out: Path, source: Path, targets: Iterable[Path]) -> None:
+    """Only an earlier bundle may be overwritten: README.md and prometheus.yml are names that others use too."""
+    taken = next((target for target in targets if os.path.lexists(target)), None)
+    if taken is not None and _title(out) != _title(source):
+        _refuse(f"{taken} is there already, and not from an earlier bundle; name a directory of its own with --out")
+
+
+def _title(directory: Path) -> str:
+    try:
+        return (directory / "README.md").read_text().partition("\n")[0]
+    except (OSError, ValueError):  # none, or not of text
+        return ""
 
 
 def _refuse(sentence: str) -> None:

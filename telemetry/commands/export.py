@@ -3,7 +3,8 @@
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,10 @@ def export(
     once: Annotated[
         bool, typer.Option("--once", help="Serve nothing; print the metrics (or write the textfile) once and end.")
     ] = False,
+    otlp: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send the traces of sampled messages there, too: http://… or grpc://…"),
+    ] = None,
     run_dir: Annotated[
         Path | None,
         typer.Option(help="The run directory to read; left out, the one that a queue started now would use."),
@@ -38,15 +43,32 @@ def export(
     counted, and named here once.
     """
     try:
-        if textfile is not None:
-            _write(textfile, run_dir, once=once)
-        elif once:
-            sys.stdout.write(generate_latest(_registry(run_dir)).decode())
-        else:
-            _serve(port, bind, run_dir)
+        with _sending_traces(otlp, run_dir):
+            if textfile is not None:
+                _write(textfile, run_dir, once=once)
+            elif once:
+                sys.stdout.write(generate_latest(_registry(run_dir)).decode())
+            else:
+                _serve(port, bind, run_dir)
     except ArenaError as failed:
         typer.echo(f"arena export: {failed}", err=True)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def _sending_traces(url: str | None, run_dir: Path | None) -> Iterator[None]:
+    """Make spans of what the pages hold, meanwhile; at the end say what became of them."""
+    if url is None:
+        yield
+        return
+    from telemetry.traces import HostTraces, otlp_provider
+
+    provider = otlp_provider(url)
+    with HostTraces(provider, run_dir) as traces:
+        yield
+    provider.shutdown()
+    made = traces.counts()
+    _complain(f"{made.spans} spans made, {made.delivered} delivered, {made.dropped} dropped")
 
 
 def _serve(port: int, bind: str, run_dir: Path | None) -> None:

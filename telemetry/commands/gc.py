@@ -1,5 +1,6 @@
 """`arena gc`: remove what dead processes left in the run directory."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +21,10 @@ def gc(
 ) -> None:
     """Remove the files of queues whose processes are all dead."""
     try:
-        if run_dir is not None and not run_dir.exists():  # to look for it is not to make it
+        there = probe.observed_directory(None if run_dir is None else os.fspath(run_dir)).exists()
+        if run_dir is not None and not there:  # to look for it is not to make it
             raise RunDirectoryError(f"{run_dir} does not exist")
-        removed = probe.collect_garbage(run_dir=run_dir)
+        removed = probe.collect_garbage(run_dir=run_dir) if there else []
     except RunDirectoryError as error:
         typer.echo(f"arena gc: {error}", err=True)
         raise typer.Exit(1) from None

@@ -1,0 +1,190 @@
+"""From messages to spans: names, kinds, attributes and times. Semantic conventions for messaging, and our own words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final, cast
+
+from opentelemetry import trace as api
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Tracer, TracerProvider
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from arena.probe import ProbeReader, Role
+from telemetry.messages import Message, Part, Sent, Taken
+from telemetry.traces.ids import SAMPLED, Relation, derived_id, ids_of, process_ids, within
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+"""The version of the semantic conventions that names and attributes follow."""
+
+
+class Spans:
+    """Makes the spans of messages, with the ids that follow from their contexts, through a provider's processors."""
+
+    def __init__(self, provider: TracerProvider, relation: Relation) -> None:
+        self._provider = provider
+        self._relation: Relation = relation
+
+    def maker(self, page: ProbeReader) -> Callable[[Message, int], int]:
+        """What makes the spans of one page's messages: given one and its clock's offset, returns how many it made."""
+        endpoint = _Endpoint(self._provider, page)
+
+        def make(message: Message, clock: int) -> int:
+            if message.trace == (0, 0, 0):
+                return 0
+            if isinstance(message, Sent):
+                return endpoint.sent(message, clock)
+            return endpoint.taken(message, clock, self._relation)
+
+        return make
+
+
+class _Endpoint:
+    """Makes the spans of one page, in the name of the process that owns it."""
+
+    def __init__(self, provider: TracerProvider, page: ProbeReader) -> None:
+        self._queue = str(page.about.get("queue", ""))
+        self._rank = page.rank
+        self._ids = _GivenIds()
+        self._tracer = _tracer(provider, self._ids, page.owner.pid)
+        client = f"{self._queue}/writer" if page.role is Role.WRITER else f"{self._queue}/reader-{page.rank}"
+        self._common: dict[str, Any] = {
+            "messaging.system": "arena",
+            "messaging.destination.name": self._queue,
+            "messaging.client.id": client,
+            "messaging.arena.instance": str(page.about.get("instance", "")),
+            "process.pid": page.owner.pid,
+        }
+
+    def sent(self, message: Sent, clock: int) -> int:
+        trace_id, span_id = ids_of(message.trace)
+        slot_wait_ns = sum(part.ended_ns - part.began_ns for part in message.waits)
+        attributes = self._attributes("send", message) | {
+            "messaging.message.body.size": message.nbytes,
+            "messaging.arena.path": message.path,
+            "messaging.arena.slot_wait_ns": slot_wait_ns,
+            "messaging.arena.slow": not message.encode_ns and not message.error,
+        }
+        if message.waits:
+            attributes["messaging.arena.blame_reader"] = message.waits[-1].number
+        span = self._span(
+            f"send {self._queue}",
+            (trace_id, span_id, message.parent),
+            api.SpanKind.PRODUCER,
+            attributes,
+            message.began_ns + clock,
+        )
+        children = list(_children_of_send(message))
+        for index, (name, part, further) in enumerate(children):
+            self._child(name, (trace_id, span_id, index), part, further, clock)
+        _end(span, message.ended_ns + clock, message.error)
+        return 1 + len(children)
+
+    def taken(self, message: Taken, clock: int, relation: Relation) -> int:
+        origin = api.SpanContext(*ids_of(message.trace), is_remote=True, trace_flags=SAMPLED)
+        trace_id, span_id = process_ids(message.trace, self._rank, relation)
+        attributes = self._attributes("process", message) | {
+            "messaging.arena.reader_rank": self._rank,
+            "messaging.arena.queue_delay_ns": message.received_ns - message.published_ns,
+            "messaging.arena.hold_ns": message.released_ns - message.received_ns,
+        }
+        span = self._span(
+            f"process {self._queue}",
+            (trace_id, span_id, 0 if relation == "link" else origin.span_id),
+            api.SpanKind.CONSUMER,
+            attributes,
+            message.received_ns + clock,
+            links=[] if relation == "parent" else [api.Link(origin)],
+        )
+        children = list(_children_of_process(message))
+        for index, (name, part, further) in enumerate(children):
+            self._child(name, (trace_id, span_id, index), part, further, clock)
+        ended_ns = message.done_ns or message.released_ns
+        _end(span, ended_ns + clock, message.error or ("" if message.done_ns else "never_back"))
+        return 1 + len(children)
+
+    def _attributes(self, operation: str, message: Message) -> dict[str, Any]:
+        return {
+            **self._common,
+            "messaging.operation.name": operation,
+            "messaging.operation.type": operation,
+            "messaging.message.id": str(message.sequence),
+        }
+
+    def _child(self, name: str, of: tuple[int, int, int], part: Part, attributes: dict[str, Any], clock: int) -> None:
+        trace_id, parent, index = of
+        own = self._common | attributes
+        kind = api.SpanKind.CLIENT if name == "receive" else api.SpanKind.INTERNAL
+        ids = trace_id, derived_id(parent, 1000 + index), parent
+        self._span(name, ids, kind, own, part.began_ns + clock).end(part.ended_ns + clock)
+
+    def _span(
+        self,
+        name: str,
+        ids: tuple[int, int, int],
+        kind: api.SpanKind,
+        attributes: dict[str, Any],
+        began_ns: int,
+        links: Sequence[api.Link] = (),
+    ) -> api.Span:
+        trace_id, span_id, parent = ids
+        self._ids.next = trace_id, span_id
+        context = within(trace_id, parent) if parent else Context()
+        return self._tracer.start_span(name, context, kind, attributes, links, began_ns)
+
+
+def _children_of_send(message: Sent) -> Iterator[tuple[str, Part, dict[str, Any]]]:
+    if message.encode_ns:
+        yield "serialize", Part(message.began_ns, message.began_ns + message.encode_ns, 0), {}
+    for wait in message.waits:
+        words = {"messaging.arena.blame_reader": wait.number, "messaging.arena.relation": "awaiting_readers"}
+        yield "wait_for_slot", wait, words
+    for part in message.copies:
+        yield "memcpy", part, {"messaging.arena.bytes": part.number}
+
+
+def _children_of_process(message: Taken) -> Iterator[tuple[str, Part, dict[str, Any]]]:
+    operation = {"messaging.operation.name": "receive", "messaging.operation.type": "receive"}
+    yield "receive", Part(message.received_ns, message.released_ns, 0), operation
+    if message.decode_ns:
+        yield "deserialize", Part(message.released_ns - message.decode_ns, message.released_ns, 0), {}
+
+
+def _end(span: api.Span, ended_ns: int, error: str) -> None:
+    if error:
+        span.set_attribute("error.type", error)
+        span.set_status(api.StatusCode.ERROR, error)
+    span.end(ended_ns)
+
+
+def _tracer(provider: TracerProvider, ids: IdGenerator, pid: int) -> Tracer:
+    """A tracer of our own: it samples what was sampled, with the ids it is given, for the process that did the work."""
+    tracer = copy.copy(cast(Tracer, provider.get_tracer("arena", _version(), SCHEMA_URL)))
+    tracer.id_generator = ids
+    tracer.sampler = ALWAYS_ON
+    tracer.resource = provider.resource.merge(Resource({"process.pid": pid}))
+    return tracer
+
+
+class _GivenIds(IdGenerator):
+    """Hands out the ids that a span has to have."""
+
+    def __init__(self) -> None:
+        self.next = (0, 0)
+
+    def generate_trace_id(self) -> int:
+        return self.next[0]
+
+    def generate_span_id(self) -> int:
+        return self.next[1]
+
+
+def _version() -> str:
+    try:
+        return version("arena-dataplane")
+    except PackageNotFoundError:  # run from a checkout
+        return "unknown"
