@@ -1,13 +1,28 @@
 """Arena: the single-node data plane of a tensor-parallel inference engine, built so that you can see into it.
 
 `MessageQueue` broadcasts Python objects and large tensors from one writer to N readers through shared memory.
-Importing this package imports neither torch nor any telemetry library.
+`AllReduce` sums the workers' tensors, by the path that suits their size. Importing this package imports neither torch
+nor any telemetry library; asking for `AllReduce` imports torch, and registers ``torch.ops.arena.all_reduce``.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from arena.config import QueueConfig
 from arena.message_queue import MessageQueue, Statistics
 from arena.peers import Handle
 
-__all__ = ["Handle", "MessageQueue", "QueueConfig", "Statistics"]
+if TYPE_CHECKING:
+    from arena.allreduce import AllReduce
+
+__all__ = ["AllReduce", "Handle", "MessageQueue", "QueueConfig", "Statistics"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "AllReduce":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    import_module("arena.operator")
+    return import_module("arena.allreduce").AllReduce

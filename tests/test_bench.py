@@ -482,3 +482,13 @@ def test_bench_scrape_measures_a_scrape_and_what_it_costs_the_queue(run_dir):
     }
     assert sorted(limits(found).values()) == [1.0, 1.05, 2.0, 100]
     assert list(run_dir.iterdir()) == []
+
+
+def test_bench_trace_measures_tracing_against_none_and_counts_what_it_drops(run_dir):
+    report = bench("trace", "--readers", "1", "--messages", "200")
+    assert {row["contender"] for row in report["contenders"]} == {"not installed", "1 % sampled", "100 % sampled"}
+    assert [row["text"] for row in report["requirements"]] == [
+        "not installed: the checks in one enqueue and dequeue",
+        "1 reader: round trip p50 with 1 % traced over without tracing",
+    ]
+    assert "1 reader, 100 % sampled: " in report["remarks"][1]

@@ -1,0 +1,227 @@
+"""Joining: how the ranks of a process group become one communicator, with the same plan and paths on each.
+
+meet: every rank says what it asks for          -> one plan, or an error on all
+each path's set-up in lock-step                 -> the path, or a reason, on all
+compare what is left                            -> what one rank lost, all drop
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from arena import plan as plans
+from arena.account import claim_directory, leave_directory
+from arena.device import Declined, Device, Place, ReducePath
+from arena.errors import InvalidArgument, RunDirectoryError, SetUpFailed
+from arena.lockstep import Budget, Rounds, Statement, set_up
+from arena.plan import Key, Plan
+from arena.probe.metrics import ALLREDUCE_PATHS
+
+FORCED_BYTES: Final = 64 << 20
+"""What a forced path is set up for where neither `max_size` nor the plan says."""
+
+_attempts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a communicator is asked for; the same on every rank."""
+
+    plan: Plan | None
+    force_path: str | None
+    max_size: int | None
+
+    def check(self) -> None:
+        """Refuse what can't be.
+
+        Raises:
+            InvalidArgument: says what.
+        """
+        if self.force_path is not None and self.force_path not in ALLREDUCE_PATHS:
+            expected = " or ".join(ALLREDUCE_PATHS)
+            raise InvalidArgument("there is no such path", expected=expected, found=repr(self.force_path))
+        if self.max_size is not None and self.max_size < 0:
+            raise InvalidArgument("max_size is out of range", expected="bytes from 0 up", found=repr(self.max_size))
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a rank says when it meets the others. What it can't have is told, not raised: the others wait for it."""
+
+    asked: tuple[str, Wish]
+    plan: Plan | None = None
+    refused: str = ""
+    directory: str = ""  # from rank 0; without one there are no pages, and no path that needs a place to meet
+    instance: str = ""
+
+
+@dataclass
+class Joined:
+    """One rank's share of a communicator.
+
+    Attributes:
+        paths: those that were set up, in the plan's order; the same on every rank.
+        declined: the others, each with reason and text; the same on every rank.
+        rounds: for later talk with the other ranks.
+    """
+
+    rank: int
+    world: int
+    rounds: Rounds
+    plan: Plan = field(init=False)
+    directory: Path | None = None
+    instance: str = ""
+    paths: dict[str, ReducePath] = field(default_factory=dict)
+    declined: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def leave(self) -> None:
+        """Close the paths, and leave nothing in the directory."""
+        for path in self.paths.values():
+            path.close()
+        if self.directory is not None:
+            leave_directory(self.directory, self.rank)
+
+
+def join(group: dist.ProcessGroup, opened: Device, device: torch.device, wish: Wish, deadline_s: float) -> Joined:
+    """Become one communicator with the other ranks of `group`; see `arena.allreduce.AllReduce`."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    joined = Joined(rank, world, Rounds(_store_of(group), _attempts.get(group, 0), rank, world))
+    try:
+        card = _card(opened, device, wish, rank, world, group_name(group))
+        joined.directory = Path(card.directory) if card.directory else None
+        try:
+            cards = joined.rounds.meet(card, deadline_s)
+        finally:
+            _attempts[group] = joined.rounds.attempt + 1
+        joined.plan = _agreed(cards)
+        joined.directory = Path(cards[0].directory) if cards[0].directory else None
+        joined.instance = cards[0].instance
+        _set_up_paths(joined, group, opened, device, Budget(deadline_s))
+        if not joined.paths:
+            raise _nothing(joined)
+    except BaseException:
+        joined.leave()
+        raise
+    return joined
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """What a communicator over this group is called."""
+    return getattr(group, "group_name", "") or "world"
+
+
+# ── what is asked for ────────────────────────────────────────────────────────────────────────────
+def _card(opened: Device, device: torch.device, wish: Wish, rank: int, world: int, name: str) -> Card:
+    asked = (device.type, wish)
+    try:
+        wish.check()
+        plan = effective_plan(opened, device, wish, world)
+    except InvalidArgument as error:
+        return Card(asked, refused=str(error))
+    if rank != 0:
+        return Card(asked, plan)
+    try:
+        directory, instance = claim_directory(name)
+    except RunDirectoryError:
+        return Card(asked, plan)
+    return Card(asked, plan, directory=directory, instance=instance)
+
+
+def effective_plan(opened: Device, device: torch.device, wish: Wish, world: int) -> Plan:
+    """The plan that a wish comes to."""
+    fallback = opened.fallback
+    plan = wish.plan if wish.plan is not None else _kept_plan(opened, device, world)
+    max_size = wish.max_size
+    if wish.force_path is not None:
+        if max_size is None:
+            max_size = max(FORCED_BYTES, plan.ceiling(wish.force_path))
+        plan = plans.forced(wish.force_path, fallback, plan)
+    return plan if max_size is None else plans.limited(plan, max_size, fallback)
+
+
+def _kept_plan(opened: Device, device: torch.device, world: int) -> Plan:
+    """The tuned plan of this device and world, else the default one, which then says why."""
+    default = plans.default_plan(opened.traits(device), world)
+    try:
+        return plans.load(key_of(opened, device, world))
+    except FileNotFoundError:
+        return default
+    except InvalidArgument as error:
+        return Plan(default.rows, default.excluded, f"default ({error})")
+
+
+def key_of(opened: Device, device: torch.device, world: int) -> Key:
+    """What a tuned plan is kept under."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        mine = version("arena-dataplane")
+    except PackageNotFoundError:
+        mine = "unknown"
+    return Key.of(opened.traits(device), world, mine)
+
+
+def _agreed(cards: list[Card]) -> Plan:
+    """Rank 0's plan, if all ranks ask for the same."""
+    for rank, card in enumerate(cards):
+        if card.refused:
+            remedy = "correct it there; no rank has made a communicator"
+            raise InvalidArgument(f"rank {rank} asks for what can't be", found=card.refused, remedy=remedy)
+    for rank, card in enumerate(cards):
+        if card.asked != cards[0].asked:
+            raise InvalidArgument(
+                f"rank 0 and rank {rank} ask for different communicators",
+                expected=f"device, plan, force_path and max_size as on rank 0: {cards[0].asked}",
+                found=f"{card.asked}",
+                remedy="make AllReduce with the same arguments on every rank",
+            )
+    assert cards[0].plan is not None
+    return cards[0].plan
+
+
+# ── what is to be had ────────────────────────────────────────────────────────────────────────────
+def _set_up_paths(
+    joined: Joined, group: dist.ProcessGroup, opened: Device, device: torch.device, budget: Budget
+) -> None:
+    """One path after the other, the fallback last."""
+    place = Place(joined.rank, joined.world, device, group, joined.directory)
+    makers, plan = opened.paths(), joined.plan
+    for name in (*(path for path in plan.paths() if path != opened.fallback), opened.fallback):
+        try:
+            if name not in makers:
+                raise Declined("disabled", f"there is no path {name} on {opened.kind}")
+            steps = makers[name](place, plan.ceiling(name))
+            joined.paths[name] = set_up(name, steps, joined.rounds, joined.rank, budget)
+        except Declined as declined:
+            joined.declined[name] = (declined.reason, declined.text)
+    said = Statement("said", dict(opened.broken()))
+    for answer in joined.rounds.exchange("comparing what was set up", said, budget.stage_s()):
+        for name, text in answer.said.items():
+            _drop(joined, name, text)
+
+
+def _drop(joined: Joined, name: str, text: str) -> None:
+    """A later path's failure took it down, on one rank at least."""
+    path = joined.paths.pop(name, None)
+    if path is not None:
+        path.close()
+        joined.declined[name] = ("setup_failed", text)
+
+
+def _nothing(joined: Joined) -> SetUpFailed:
+    reasons = "; ".join(f"{name}: {text}" for name, (_, text) in joined.declined.items())
+    return SetUpFailed(
+        "there is no way to all-reduce here", expected="one path at least", found=reasons, remedy="see the reasons"
+    )
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    get: Callable[[Any], Any] = dist.distributed_c10d._get_process_group_store
+    return get(group)

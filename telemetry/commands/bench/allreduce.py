@@ -1,0 +1,259 @@
+"""`arena bench allreduce`: every way to all-reduce, at every size, in one run; the best and its speed-up come last.
+
+The sizes are tokens of 8192 bfloat16 numbers, from half a token to 4096 of them: those of the public benchmark that
+Arena's figures are held against, and the small ones of decoding that it leaves out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from telemetry.commands.bench import machine, options
+from telemetry.commands.bench.allreduce_cells import RIGS, Case, Cell, measure
+from telemetry.commands.bench.children import BlockFailed, run_apart
+from telemetry.commands.bench.contenders import preload
+from telemetry.commands.bench.harness import Spread, p50s, p99s, paired, spread
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+TOKEN_BYTES: Final = 16 * KIB
+SIZES: Final = (
+    *(8 * KIB << power for power in range(6)),  # decoding
+    *(TOKEN_BYTES * tokens for tokens in (32, 64, 96, 128, 192, 256, 1024, 2048, 3062, 4096)),
+)
+QUICK_SIZES: Final = (8 * KIB, 256 * KIB, 4 * MIB)
+COMPARABLE_ROUNDS: Final = 7
+_QUICK_ROUNDS: Final = 2
+_DEADLINE_S: Final = 1800
+_WIDTH: Final = 170
+
+REQUIRED_ON_CPU: Final = ((256 * KIB, 10.0), (4 * MIB, 3.0), (64 * MIB, 2.0))
+"""Up to so many bytes, at two ranks, so many times as fast as gloo."""
+
+Device = Annotated[str, typer.Option(help=f"{' or '.join(RIGS)}.")]
+World = Annotated[int, typer.Option(min=2, max=8, help="Ranks; under torchrun its own number counts.")]
+Sizes = Annotated[str, typer.Option(help="Sizes in KiB, separated by commas; all of them if empty.")]
+Against = Annotated[Path | None, typer.Option(help="A CSV file with published figures, shown beside ours.")]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case, all contenders: what the table shows."""
+
+    case: Case
+    cells: dict[str, Cell]
+    fallback: str
+
+    @property
+    def best(self) -> str:
+        """The fastest contender, by the median of its rounds, but for those that give no new tensor."""
+        return min((name for name in self.cells if "in place" not in name), key=self.p50)
+
+    def p50(self, name: str) -> float:
+        """The median, in ns."""
+        return spread(p50s(self.cells[name].blocks)).median
+
+    def p99(self, name: str) -> float:
+        """The 99th percentile, in ns."""
+        return spread(p99s(self.cells[name].blocks)).median
+
+    def speed_up(self, name: str) -> Spread:
+        """How many times as fast as the fallback, round by round."""
+        return paired(p50s(self.cells[self.fallback].blocks), p50s(self.cells[name].blocks))
+
+
+def command(
+    device: Device = "cpu",
+    world: World = 2,
+    sizes: Sizes = "",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the contenders alternate.")] = COMPARABLE_ROUNDS,
+    against: Against = None,
+    quick: options.Quick = False,
+    as_json: options.Json = False,
+    check: options.Check = False,
+) -> None:
+    """Sum a tensor over the ranks: Arena's choice, each of its paths, and the library behind it."""
+    if device not in RIGS:
+        raise typer.BadParameter(f"expected {' or '.join(RIGS)}, found {device!r}", param_hint="--device")
+    world = int(os.environ.get("WORLD_SIZE", world))
+    chosen = _sizes(sizes) or (QUICK_SIZES if quick else SIZES)
+    comparable = not quick and rounds >= COMPARABLE_ROUNDS
+    if check and not comparable:
+        raise typer.BadParameter("a shortened run is not comparable, and checks nothing", param_hint="--check")
+    published = _published(against, world) if against is not None else {}
+    lines = _measure(device, world, chosen, min(rounds, _QUICK_ROUNDS) if quick else rounds)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    report = _report(device, world, comparable, lines)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _show(report, lines, published, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    if check and not all(one["passed"] for one in report["requirements"]):
+        raise typer.Exit(1)
+
+
+def _measure(device: str, world: int, sizes: Sequence[int], rounds: int) -> list[Line]:
+    preload("arena", "torch", "torch.distributed")
+    cases = [Case(nbytes, rotating) for nbytes in sizes for rotating in (False, True)]
+    work = partial(measure, device, world, cases, rounds)
+    try:
+        cells = work() if "RANK" in os.environ else run_apart(work, _DEADLINE_S)
+    except BlockFailed as failure:
+        typer.echo(f"arena bench: {failure}", err=True)
+        raise typer.Exit(1) from None
+    fallback = import_module(RIGS[device]).FALLBACK
+    return [Line(case, {cell.contender: cell for cell in cells if cell.case == case}, fallback) for case in cases]
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(sorted({int(part) * KIB for part in text.split(",") if part}))
+    except ValueError:
+        raise typer.BadParameter(f"expected numbers such as 8,256, found {text!r}", param_hint="--sizes") from None
+    if sizes and sizes[0] <= 0:
+        raise typer.BadParameter(f"expected sizes from 1 KiB, found {text!r}", param_hint="--sizes")
+    return sizes
+
+
+# ── the report ───────────────────────────────────────────────────────────────────────────────────
+def _report(device: str, world: int, comparable: bool, lines: Sequence[Line]) -> dict[str, Any]:
+    return {
+        "bench": "allreduce",
+        "comparable": comparable,
+        "settings": {"device": device, "world": world},
+        "machine": machine.facts(),
+        "rows": [row for line in lines for row in _rows(line)],
+        "requirements": list(_requirements(device, world, lines)),
+    }
+
+
+def _rows(line: Line) -> Iterable[dict[str, Any]]:
+    for name, cell in line.cells.items():
+        yield {
+            "bytes": line.case.nbytes,
+            "tokens": line.case.tokens,
+            "inputs": _inputs(line.case),
+            "contender": name,
+            "p50_ns": line.p50(name),
+            "p99_ns": line.p99(name),
+            "p50_ns_by_rank": cell.by_rank,
+            "speed_up": asdict(line.speed_up(name)),
+            "best": name == line.best,
+        }
+
+
+def _requirements(device: str, world: int, lines: Sequence[Line]) -> Iterable[dict[str, Any]]:
+    """Lower bounds on how many times as fast as the fallback Arena's own choice is."""
+    if device != "cpu" or world != 2:
+        return
+    for line in lines:
+        required = next((times for up_to, times in REQUIRED_ON_CPU if line.case.nbytes <= up_to), None)
+        if required is not None:
+            measured = line.speed_up("arena")
+            yield {
+                "text": f"{_size(line.case.nbytes)}, {_inputs(line.case)}: times as fast as {line.fallback}",
+                "required": required,
+                **asdict(measured),
+                "passed": measured.median >= required,
+            }
+
+
+def _show(
+    report: dict[str, Any], lines: Sequence[Line], published: dict[int, dict[str, str]], console: Console
+) -> None:
+    facts = report["machine"]
+    console.print(
+        f"{facts['cpu']}, {facts['usable_cores']} of {facts['cores']} cores, load {facts['load_1min']}, "
+        f"Linux {facts['kernel']}, torch {facts['versions']['torch']}, {facts['date']}",
+        highlight=False,
+    )
+    if not report["comparable"]:
+        console.print("NOT COMPARABLE: a shortened run only shows that everything works.", style="yellow")
+    console.print(_table(report, lines, published))
+    if report["requirements"] and report["comparable"]:
+        console.print(_verdicts(report["requirements"]))
+
+
+def _table(report: dict[str, Any], lines: Sequence[Line], published: dict[int, dict[str, str]]) -> Table:
+    settings = report["settings"]
+    title = f"all-reduce, {settings['device']}, {settings['world']} ranks: µs of the slowest rank, p50 (p99)"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    names = list(lines[0].cells)
+    others = list(next(iter(published.values()), {}))
+    for heading in ("tokens", "size"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("inputs", no_wrap=True)
+    for heading in (*names, *others):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("best", no_wrap=True)
+    table.add_column(f"over {lines[0].fallback}", justify="right", no_wrap=True)
+    for line in lines:
+        theirs = published.get(line.case.nbytes, {})
+        table.add_row(
+            f"{line.case.tokens:g}",
+            _size(line.case.nbytes),
+            _inputs(line.case),
+            *(f"{_us(line.p50(name))} ({_us(line.p99(name))})" for name in names),
+            *(theirs.get(name, "") for name in others),
+            line.best,
+            f"{line.speed_up(line.best).median:.1f} x",
+        )
+    return table
+
+
+def _verdicts(requirements: Sequence[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="requirements", title_justify="left")
+    table.add_column("requirement")
+    for heading in ("required", "measured", "(rounds)", "pass"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in requirements:
+        rounds = f"{one['low']:.1f}–{one['high']:.1f}"
+        passed = "yes" if one["passed"] else "NO"
+        table.add_row(one["text"], f">= {one['required']:g} x", f"{one['median']:.1f} x", rounds, passed)
+    return table
+
+
+def _inputs(case: Case) -> str:
+    return "rotating" if case.rotating else "hot"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / MIB:.4g} MiB" if nbytes >= MIB else f"{nbytes / KIB:.4g} KiB"
+
+
+def _us(ns: float) -> str:
+    return f"{ns / 1e3:.1f}" if ns < 1e5 else f"{ns / 1e3:.0f}"
+
+
+# ── published figures ────────────────────────────────────────────────────────────────────────────
+def _published(path: Path, world: int) -> dict[int, dict[str, str]]:
+    """Of each GPU in the file, at this world size, by bytes: NCCL's figure and the best one."""
+    found: dict[int, dict[str, str]] = {}
+    try:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if int(row["tp"]) == world:
+                    columns = found.setdefault(int(row["tokens"]) * TOKEN_BYTES, {})
+                    columns[f"{row['gpu']}: nccl, best"] = f"{row['nccl_us']}, {_fastest(row)}"
+    except (OSError, KeyError, ValueError, TypeError) as error:
+        raise typer.BadParameter(f"no table of published figures: {error!r}", param_hint="--against") from None
+    return found
+
+
+def _fastest(row: dict[str, str]) -> str:
+    return min((row[name] for name in row if name.endswith("_us") and row[name]), key=float)
