@@ -1,4 +1,4 @@
-"""Who holds whom, right now: the blame of a wait that is not over, and the sentences that say it.
+"""Who holds whom, right now: the blame of a wait that is not over, and the words for it.
 
 A wait that is over was charged by the writer itself. Of one that goes on, only what can't change any more may be added
 to a counter: once a single reader holds the slot, and no other that held it died, that reader will be charged the
@@ -10,7 +10,6 @@ Three words name every relation: `awaiting_readers` (the writer waits for this r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -60,26 +59,3 @@ def relation(queue: Queue, reader: Endpoint) -> str:
     if pending:
         return AWAITING_READERS if reader.rank in pending else ALREADY_READ
     return AWAITING_WRITE if reader.wait.since_ns and not queue.lag(reader) else ""
-
-
-def sentences(queue: Queue, verdicts: Mapping[int, str]) -> list[str]:
-    """What there is to say of a queue, the worst first; the verdict of each rank is a word of `telemetry.health`."""
-    now = in_progress(queue)
-    if now.pending:
-        by = ", ".join(_holder(queue, rank, verdicts) for rank in now.pending)
-        lines = [f"{queue.label}: {AWAITING_READERS}, blocked {now.lasted_ns / 1e9:.1f} s by {by}"]
-    else:
-        lines = [f"{queue.label}: the writer does not wait"]
-    for reader in queue.readers:
-        word = relation(queue, reader)
-        if word and word != AWAITING_READERS:
-            lines.append(f"{queue.label}: reader {reader.rank} (pid {reader.page.owner.pid}) {word}")
-    return lines
-
-
-def _holder(queue: Queue, rank: int, verdicts: Mapping[int, str]) -> str:
-    for reader in queue.readers:
-        if reader.rank == rank:
-            verdict = verdicts.get(rank, "")
-            return f"reader {rank} (pid {reader.page.owner.pid}){': ' if verdict else ''}{verdict}"
-    return f"reader {rank} (not attached)"

@@ -58,6 +58,7 @@ PARTS = (
     Part("dashboards", "dashboards", "Write the Grafana dashboards, the alerts and their runbook."),
     Part("top", "top", "Show every queue live: who waits for whom, since when."),
     Part("doctor", "doctor", "Explain each queue in sentences, and check the machine."),
+    Part("trace", "trace", "Write what a queue's flight recorders hold as a timeline."),
     Part("export", "export", "Serve the metrics of every queue on this host."),
     Part("gc", "gc", "Remove what dead processes left behind."),
 )

@@ -1,4 +1,4 @@
-"""Finds the queues of a run directory and takes snapshots of them: pure data, read-only, of the living and the dead.
+"""Finds the queues and communicators of a run directory and takes snapshots: pure data, of the living and the dead.
 
 A `Watcher` keeps the pages it has found mapped from one look to the next, so a look costs little more than reading
 them. What it returns is frozen and needs no file any more. Nothing that it finds can make a look fail: what can't be
@@ -41,6 +41,15 @@ MAX_QUEUES: Final = 16
 MAX_READERS: Final = 64
 """Readers of one queue in one look: ranks below this."""
 
+MAX_COMMUNICATORS: Final = 16
+"""Communicators in one look, chosen like queues."""
+
+MAX_RANKS: Final = 64
+"""Ranks of one communicator in one look: those below this."""
+
+COMMUNICATOR_PREFIX: Final = "allreduce-"
+"""What the directory of a communicator over a group is called, before the group's name."""
+
 GATE_SINCE: Final = "gate_oldest_since_nanoseconds"
 """On a reader's page: the monotonic time since which the oldest block has waited in its DMA gate."""
 
@@ -68,14 +77,16 @@ class Page:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One end of a queue at the time of a look. Times in ns are the endpoint's own monotonic ones.
+    """One end of a queue, or one rank of a communicator, at the time of a look.
+
+    Times in ns are the endpoint's own monotonic ones.
 
     Attributes:
         page: what never changes.
         process: the letter that /proc gives its process, X or Z when it is gone, "" where that can't be told.
         now_ns: the time of the look.
         state: what it is doing, see `arena.probe.EndpointState`.
-        sequence: frames published (writer) or taken (reader).
+        sequence: frames published (writer) or taken (reader), or operations of a rank.
         heartbeat_ns: its last sign of life: a message, a look around while it waits, a heartbeat.
         wait: what it waits for.
         values: all counters, gauges and histograms; `page.series` says what is what. Empty if they were not asked for.
@@ -96,7 +107,7 @@ class Endpoint:
 
     @property
     def rank(self) -> int:
-        """A reader's rank."""
+        """A reader's rank, or that of a communicator's."""
         return self.page.rank
 
     @property
@@ -190,6 +201,56 @@ class Queue:
 
 
 @dataclass(frozen=True)
+class Communicator:
+    """One communicator at the time of a look. A rank that has left in order is not among the ranks.
+
+    Attributes:
+        label: the group's name, unique among the communicators of the look, as a queue's is.
+        directory: where its pages are.
+        ranks: by rank; none of them waits, as far as the pages say.
+    """
+
+    label: str
+    directory: Path
+    ranks: tuple[Endpoint, ...]
+
+    @property
+    def instance(self) -> str:
+        """What tells communicators over one group apart."""
+        return self.directory.name.rpartition("@")[2]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What its ranks say of it, all the same; unchecked."""
+        return self.ranks[0].page.about if self.ranks else {}
+
+    @cached_property
+    def world(self) -> int:
+        """For how many ranks it was made."""
+        return max((one.page.number("world") for one in self.ranks), default=0)
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths that were set up."""
+        found = self.about.get("paths")
+        return tuple(one for one in found if isinstance(one, str)) if isinstance(found, list) else ()
+
+    @cached_property
+    def declined(self) -> dict[str, tuple[str, str]]:
+        """The paths that could not be, each with a reason and a sentence."""
+        found = self.about.get("declined")
+        if not isinstance(found, dict):
+            return {}
+        whole = {path: why for path, why in found.items() if isinstance(why, list) and len(why) == 2}
+        return {path: (str(reason), str(text)) for path, (reason, text) in whole.items()}
+
+    @property
+    def plan(self) -> str:
+        """Where its plan comes from."""
+        return str(self.about.get("plan", ""))
+
+
+@dataclass(frozen=True)
 class Trouble:
     """Something that could not be read: a word to count it by, where, and a sentence that says what to do."""
 
@@ -207,12 +268,14 @@ class Look:
         queues: by label.
         pages: how many pages were read.
         troubles: what was left out.
+        communicators: by label.
     """
 
     time_ns: int
     queues: tuple[Queue, ...]
     pages: int
     troubles: tuple[Trouble, ...]
+    communicators: tuple[Communicator, ...] = ()
 
 
 class _File:
@@ -241,7 +304,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Found:
-    """A queue's directory with its readable pages."""
+    """A queue's or communicator's directory with its readable pages."""
 
     directory: Path
     files: list[_File]
@@ -250,7 +313,42 @@ class _Found:
 
     @property
     def name(self) -> str:
-        return self.directory.name.rpartition("@")[0]
+        return self.full_name.rpartition("@")[0]
+
+    @property
+    def full_name(self) -> str:
+        """With the instance."""
+        name = self.directory.name
+        return name.removeprefix(COMMUNICATOR_PREFIX) if self.of_communicator else name
+
+    @property
+    def of_communicator(self) -> bool:
+        """A page that does not belong where it lies makes no queue a communicator."""
+        return all(file.page.role is Role.COMMUNICATOR for file in self.files)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """How many of a kind are shown, and what to do where there are more."""
+
+    what: str
+    most: int
+    members: str
+    most_members: int
+    remedy: str
+
+
+_QUEUES: Final = _Limits("queue", MAX_QUEUES, "reader", MAX_READERS, "use several queues")
+_COMMUNICATORS: Final = _Limits("communicator", MAX_COMMUNICATORS, "rank", MAX_RANKS, "use smaller groups")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A queue of the last look: what was found of it, which of that was read, and what that said."""
+
+    found: list[_File]
+    files: list[_File]
+    queue: Queue
 
 
 class Watcher:
@@ -265,6 +363,7 @@ class Watcher:
         self._files: dict[Path, _File] = {}
         self._listed: dict[Path, tuple[list[str], list[Path]]] = {}
         self._last_directories: list[Path] = []
+        self._last: dict[str, _Seen] = {}
         self._newest: dict[Path, dict[int, int]] = {}
         self._states: dict[Identity, str] = {}
         self._ended: set[Identity] = set()
@@ -282,12 +381,13 @@ class Watcher:
             file.close()
         self._files.clear()
 
-    def look(self, readers_of: Collection[str] | None = None) -> Look:
-        """Look at every queue, now. Never raises for what it finds.
+    def look(self, readers_of: Collection[str] | None = None, repeat: Collection[str] = ()) -> Look:
+        """Look at every queue and communicator, now. Never raises for what it finds.
 
         Args:
             readers_of: labels of queues; the readers of all others come without values, and both their ends without
                 events, which are most of what a look costs. None is all queues.
+            repeat: labels of queues that are returned as the last look saw them, if they still have the same pages.
         """
         self._troubles = []
         self._states = {}
@@ -295,15 +395,32 @@ class Watcher:
         self._listed = {one: self._listed[one] for one in directories if one in self._listed}
         self._newest = {one: self._newest.get(one, {}) for one in directories}
         found = [self._find(directory) for directory in directories]
-        chosen = self._choose([one for one in found if one.files])
-        exported = {label: self._newest_of_each_rank(one) for label, one in chosen.items()}
-        self._forget_all_but({file.page.path: file for one in found for file in one.files}, exported.values())
+        readable = [one for one in found if one.files]
+        chosen = self._choose([one for one in readable if not one.of_communicator], _QUEUES)
+        groups = self._choose([one for one in readable if one.of_communicator], _COMMUNICATORS)
+        ranks = {label: self._each_rank(one) for label, one in groups.items()}
+        repeated = {label: self._last[label] for label, one in chosen.items() if self._may_repeat(label, one, repeat)}
+        exported = {
+            label: repeated[label].files if label in repeated else self._newest_of_each_rank(one)
+            for label, one in chosen.items()
+        }
+        shown = [*exported.values(), *ranks.values()]
+        self._forget_all_but({file.page.path: file for one in found for file in one.files}, shown)
         queues = [
-            self._queue(label, chosen[label].directory, files, whole=readers_of is None or label in readers_of)
+            repeated[label].queue
+            if label in repeated
+            else self._queue(label, chosen[label].directory, files, whole=readers_of is None or label in readers_of)
             for label, files in sorted(exported.items())
         ]
-        pages_read = sum(len(queue.endpoints) for queue in queues)
-        return Look(time.monotonic_ns(), tuple(queues), pages_read, tuple(self._troubles))
+        self._last = {one.label: _Seen(chosen[one.label].files, exported[one.label], one) for one in queues}
+        communicators = [
+            self._communicator(label, groups[label].directory, files) for label, files in sorted(ranks.items())
+        ]
+        pages_read = sum(len(one.endpoints) for one in queues) + sum(len(one.ranks) for one in communicators)
+        return Look(time.monotonic_ns(), tuple(queues), pages_read, tuple(self._troubles), tuple(communicators))
+
+    def _may_repeat(self, label: str, found: _Found, repeat: Collection[str]) -> bool:
+        return label in repeat and label in self._last and self._last[label].found == found.files
 
     # ── what is there ────────────────────────────────────────────────────────────────────────────
     def _directories(self) -> list[Path]:
@@ -393,8 +510,8 @@ class Watcher:
         return state
 
     # ── what of it is shown ──────────────────────────────────────────────────────────────────────
-    def _choose(self, found: list[_Found]) -> dict[str, _Found]:
-        """The queues to show, by label: of each name those that live, or else the newest dead one."""
+    def _choose(self, found: list[_Found], limits: _Limits) -> dict[str, _Found]:
+        """The queues or communicators to show, by label: of each name those that live, or else the newest dead one."""
         by_name: dict[str, list[_Found]] = {}
         for one in sorted(found, key=lambda one: (one.started_ns, one.directory.name)):
             by_name.setdefault(one.name, []).append(one)
@@ -402,29 +519,36 @@ class Watcher:
         for name, all_of_name in by_name.items():
             oldest, *others = [one for one in all_of_name if one.living] or all_of_name[-1:]
             labelled[name] = oldest
-            labelled |= {one.directory.name: one for one in others}
-        if len(labelled) <= MAX_QUEUES:
+            labelled |= {one.full_name: one for one in others}
+        if len(labelled) <= limits.most:
             return labelled
         by_rank = sorted(labelled, key=lambda label: (not labelled[label].living, -labelled[label].started_ns))
-        for label in by_rank[MAX_QUEUES:]:
-            message = f"queue {label} is left out; expected at most {MAX_QUEUES} queues, found {len(labelled)}; "
+        for label in by_rank[limits.most :]:
+            message = f"{limits.what} {label} is left out; expected at most {limits.most}, found {len(labelled)}; "
             message += "remove dead ones with `arena gc`, or give each engine a run directory and an exporter"
-            self._troubles.append(Trouble("too_many_queues", labelled[label].directory, message))
-        return {label: labelled[label] for label in by_rank[:MAX_QUEUES]}
+            self._troubles.append(Trouble(f"too_many_{limits.what}s", labelled[label].directory, message))
+        return {label: labelled[label] for label in by_rank[: limits.most]}
 
     def _newest_of_each_rank(self, found: _Found) -> list[_File]:
         """The writer's page, and of each rank the page of its newest incarnation, a living one before a dead one."""
         writer = [file for file in found.files if file.page.role is Role.WRITER]
-        readers = [file for file in found.files if file.page.role is Role.READER]
-        shown = [file for file in readers if file.page.rank < MAX_READERS]
-        if len(shown) < len(readers):
-            message = f"readers of {found.name} are left out; expected ranks below {MAX_READERS}, "
-            message += f"found {max(file.page.rank for file in readers)}; use several queues"
-            self._troubles.append(Trouble("too_many_readers", found.directory, message))
-        by_rank: dict[int, _File] = {}
-        for file in sorted(shown, key=self._age_order):
-            by_rank[file.page.rank] = file
-        return writer[:1] + [by_rank[rank] for rank in sorted(by_rank) if not self._was_replaced(found, by_rank[rank])]
+        readers = self._by_rank(found, Role.READER, _QUEUES)
+        return writer[:1] + [file for file in readers if not self._was_replaced(found, file)]
+
+    def _each_rank(self, found: _Found) -> list[_File]:
+        """The page of each rank of a communicator. It has one for good: who joins anew makes another communicator."""
+        return self._by_rank(found, Role.COMMUNICATOR, _COMMUNICATORS)
+
+    def _by_rank(self, found: _Found, role: Role, limits: _Limits) -> list[_File]:
+        """The newest page of each rank within the limits, in order; a living one is newer than any dead one."""
+        there = [file for file in found.files if file.page.role is role]
+        shown = [file for file in there if file.page.rank < limits.most_members]
+        if len(shown) < len(there):
+            message = f"{limits.members}s of {found.name} are left out; expected ranks below {limits.most_members}, "
+            message += f"found {max(file.page.rank for file in there)}; {limits.remedy}"
+            self._troubles.append(Trouble(f"too_many_{limits.members}s", found.directory, message))
+        by_rank = {file.page.rank: file for file in sorted(shown, key=self._age_order)}
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
     def _was_replaced(self, found: _Found, file: _File) -> bool:
         """Whether a dead reader had a successor in an earlier look: then its rank left in order, and is not gone."""
@@ -452,6 +576,13 @@ class Watcher:
                 values, wait = opened.values_and_wait() if whole else ([], opened.wait())
                 readers.append(self._endpoint(file.page, opened, values, wait, whole=whole))
         return Queue(label, directory, writer, tuple(readers), tuple(marks), tuple(blocks))
+
+    def _communicator(self, label: str, directory: Path, files: list[_File]) -> Communicator:
+        ranks = [
+            self._endpoint(file.page, opened, *opened.values_and_wait(), whole=False)
+            for file, opened in self._readable(files)
+        ]
+        return Communicator(label, directory, tuple(ranks))
 
     def _readable(self, files: list[_File]) -> Iterator[tuple[_File, ProbeReader]]:
         for file in files:

@@ -471,3 +471,16 @@ def test_a_page_is_never_written_to(run_dir, watcher):
     assert [line.split()[1] for line in arena_maps() if "writer" in line].count("r--s") == 1
     with ProbeReader(next(iter(queue_directories(run_dir))) / "writer") as reader, pytest.raises(TypeError):
         reader._words[0] = 1
+
+
+def test_a_queue_may_be_returned_as_the_last_look_saw_it_while_its_pages_are_the_same(run_dir, watcher):
+    directory = queue_directory(run_dir, "steps", "x")
+    writer = make_page(directory)
+    (before,) = watcher.look().queues
+    writer.words[page.L_SEQUENCE] = 5
+    assert watcher.look(repeat=["steps"]).queues == (before,)
+    reader = make_page(directory, Role.READER)
+    assert watcher.look(repeat=["steps"]).queues[0].writer.sequence == 5
+    assert watcher.look(readers_of=[]).queues[0].readers[0].values == ()
+    assert watcher.look(readers_of=["steps"]).queues[0].readers[0].values
+    del reader

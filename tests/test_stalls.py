@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from arena.probe import Identity, Role, Wait
-from telemetry.blame import ALREADY_READ, AWAITING_READERS, AWAITING_WRITE, InProgress, in_progress, relation, sentences
+from telemetry.blame import ALREADY_READ, AWAITING_READERS, AWAITING_WRITE, InProgress, in_progress, relation
 from telemetry.reader import Endpoint, Page, Queue
 
 NOT_WAITING = Wait(0, 0, 0, (), None)
@@ -56,19 +56,3 @@ def test_each_reader_stands_in_one_of_three_relations_to_the_writer():
     assert [relation(stalled, reader) for reader in readers] == [AWAITING_READERS, ALREADY_READ, ALREADY_READ]
     calm = queue(NOT_WAITING, readers)
     assert [relation(calm, reader) for reader in readers] == ["", AWAITING_WRITE, ""]
-
-
-def test_a_stall_is_told_with_rank_pid_verdict_and_time_and_the_others_after_it():
-    stalled = queue(Wait(1, 12_400_000_001, 0, (0, 2), None), (end(Role.READER, 0), end(Role.READER, 1, sequence=8)))
-    assert sentences(stalled, {0: "STALLED"}) == [
-        "steps: awaiting_readers, blocked 12.4 s by reader 0 (pid 100): STALLED, reader 2 (not attached)",
-        "steps: reader 1 (pid 101) already_read",
-    ]
-
-
-def test_without_a_stall_the_starved_are_told():
-    idle = end(Role.READER, 1, sequence=8, wait=Wait(7, 7, 8, (), None))
-    assert sentences(queue(NOT_WAITING, (idle,)), {}) == [
-        "steps: the writer does not wait",
-        "steps: reader 1 (pid 101) awaiting_write",
-    ]

@@ -2,8 +2,10 @@
 
 `$ARENA_RUN_DIR`, else `$XDG_RUNTIME_DIR/arena`, else a 0700 directory of this user's on /dev/shm, else one in
 /tmp (degraded: that may be a disk). Below it, one directory per queue, `<name>@<instance>`, holds `writer`,
-`reader-<rank>-<pid>` pages and the `attach` socket. An orderly end removes its own; death leaves the pages for
-the post-mortem, and `arena gc`, or the start of the next queue of that name, removes them.
+`reader-<rank>-<pid>` pages and the `attach` socket; one directory per communicator, `allreduce-<group>@<instance>`,
+holds a `rank-<rank>` page for each rank, and for moments the sockets over which the ranks meet. An orderly end removes
+its own; death leaves the pages for the post-mortem, and `arena gc`, or the start of another of that name, removes
+them.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from arena.probe.reader import BadPage, ProbeReader
 WRITER_PAGE: Final = "writer"
 SOCKET: Final = "attach"
 KEPT_DEAD: Final = 4
-"""Dead instances of one name that are kept for a post-mortem when a queue of that name starts."""
+"""Dead instances of one name that are kept for a post-mortem when another of that name starts."""
 
 ENDED: Final = ("X", "Z")
 """States of a process that is gone: not there, or not yet asked for by its parent."""
 
 _NO_SUCH_PROCESS: Final = (errno.ENOENT, errno.ESRCH)
-_OUR_FILE: Final = re.compile(rf"owner|{SOCKET}|{WRITER_PAGE}|(reader|rank)-[^/]*")
+_OUR_FILE: Final = re.compile(rf"owner|{SOCKET}|{WRITER_PAGE}|(reader|rank|meet)-[^/]*")
 _SAFE_NAME: Final = re.compile(r"[^A-Za-z0-9_.:-]+")
 
 
@@ -139,13 +141,13 @@ def queue_directories(root: Path) -> list[Path]:
 
 
 def pages(directory: Path) -> list[Path]:
-    """The probe pages of a queue, writer first."""
+    """The probe pages of a queue, writer first, or of a communicator."""
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError:
         return []
-    readers = [name for name in names if name.startswith("reader-")]
-    return [directory / name for name in [*(n for n in names if n == WRITER_PAGE), *readers]]
+    others = [name for name in names if name.startswith(("reader-", "rank-"))]
+    return [directory / name for name in [*(n for n in names if n == WRITER_PAGE), *others]]
 
 
 def remove_dead_pages(directory: Path, rank: int, *, keep: int) -> None:
@@ -206,11 +208,11 @@ def _is_hidden(pid: int) -> bool:
 def collect_garbage(
     run_dir: str | os.PathLike[str] | None = None, *, name: str | None = None, keep: int = 0
 ) -> list[Path]:
-    """Remove the directories of queues whose processes are all gone; returns what was removed.
+    """Remove the directories of queues and communicators whose processes are all gone; returns what was removed.
 
     Args:
         run_dir: the run directory; the usual one by default.
-        name: only queues of this name.
+        name: only those of this name.
         keep: how many of the newest dead instances of each name stay.
     """
     root = run_directory(os.fspath(run_dir) if run_dir is not None else None)
@@ -226,20 +228,22 @@ def collect_garbage(
 
 
 def _is_dead(directory: Path) -> bool:
-    """No page of a live or unknown process, and old enough not to be one that is just being set up."""
-    owners = list(_owners(directory))
-    if owners:
-        return all(is_alive(owner) is False for owner in owners)
-    return _marker_is_dead(directory)
+    """No page of a live or unknown process, no such maker, and not just being set up."""
+    found = list(owners(directory))
+    if found:
+        return all(is_alive(owner) is False for owner in found)
+    return _age_s(directory) > 60 and _is_ours(directory)
 
 
-def _owners(directory: Path) -> Iterator[Identity]:
+def owners(directory: Path) -> Iterator[Identity]:
+    """The processes that a queue's or a communicator's directory speaks of: whose pages lie there, and who made it."""
     for path in pages(directory):
         try:
             with ProbeReader(path) as page:
                 yield page.owner
         except BadPage:
             continue
+    yield from _maker(directory)
 
 
 def mark_owner(directory: Path) -> None:
@@ -258,12 +262,13 @@ def mark_owner(directory: Path) -> None:
         ) from error
 
 
-def _marker_is_dead(directory: Path) -> bool:
+def _maker(directory: Path) -> Iterator[Identity]:
+    """What `mark_owner` left, if all of it is there yet."""
     try:
         pid, ticks, inode = map(int, (directory / "owner").read_text().split())
-    except (OSError, ValueError):  # not there, or not all of it: still being set up, unless it is old
-        return _age_s(directory) > 60 and _is_ours(directory)
-    return is_alive(Identity(pid, ticks, inode)) is False
+    except (OSError, ValueError):
+        return
+    yield Identity(pid, ticks, inode)
 
 
 def _is_ours(directory: Path) -> bool:

@@ -337,6 +337,10 @@ class Probe:
         self._values_out[:] = array("Q", self.values)
         self.words[L_VALUES_NS] = now_ns
 
+    def show(self, word: int, count: int = 1) -> None:
+        """Copy some values out at once: for a thread that can't leave it to the endpoint's next flush."""
+        self._values_out[word : word + count] = array("Q", self.values[word : word + count])
+
     def waiting(
         self, state: int, now_ns: int, sequence: int, pending: int, wait_on: int, alone_since_ns: int = 0
     ) -> None:
