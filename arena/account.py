@@ -6,13 +6,14 @@ Rank 0 makes the directory and leaves its identity there (`owner`), by which `ar
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from arena.probe import EndpointState, Probe, Role, run_directory
-from arena.probe.directory import mark_owner, queue_directory, remove_if_empty
+from arena.probe import EndpointState, Probe, Role, collect_garbage, run_directory
+from arena.probe.directory import KEPT_DEAD, mark_owner, queue_directory, remove_if_empty
 from arena.probe.metrics import ALLREDUCE_PATHS, DECLINE_REASONS
 from arena.probe.page import L_SEQUENCE, L_SEQUENCE_NS
 
@@ -33,8 +34,10 @@ def claim_directory(name: str) -> tuple[str, str]:
     Raises:
         RunDirectoryError: there is no run directory, or no room in it.
     """
-    instance = secrets.token_hex(6)
-    directory = queue_directory(run_directory(), f"allreduce-{name}", instance)
+    instance, full_name = secrets.token_hex(6), f"allreduce-{name}"
+    root = run_directory()
+    collect_garbage(root, name=full_name, keep=KEPT_DEAD)
+    directory = queue_directory(root, full_name, instance)
     mark_owner(directory)
     return str(directory), instance
 
@@ -115,6 +118,7 @@ class Account:
 def leave_directory(directory: Path, rank: int) -> None:
     """Remove what one rank has in the directory besides its page; the last one removes the directory."""
     own = [directory / "owner"] if rank == 0 else []
-    for path in (*own, *directory.glob(f"meet-{rank}-*")):  # a meeting that hung has left its socket
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):  # this rank's page is gone, so another may have been the last one
+        for path in (*own, *directory.glob(f"meet-{rank}-*")):  # a meeting that hung has left its socket
+            path.unlink(missing_ok=True)
     remove_if_empty(directory)

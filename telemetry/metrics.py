@@ -1,4 +1,4 @@
-"""The pages as Prometheus metrics: a collector that reads every queue of a run directory when it is asked.
+"""The pages as Prometheus metrics: a collector that reads all of a run directory when it is asked.
 
 What can be prepared is prepared once for each set of pages: which words add up to which series, and the labels of
 every sample. A scrape reads the words and fills in numbers, which keeps it about as cheap as writing the text is.
@@ -25,11 +25,14 @@ from telemetry.blame import InProgress, in_progress
 from telemetry.exemplars import Observed, observed
 from telemetry.health import History, Verdict
 from telemetry.ledger import Account, Key, Ledger
-from telemetry.names import EXPORTED, HISTOGRAM_READERS, INFO, PAGE_ERRORS, Exported, Per
-from telemetry.reader import MAX_READERS, Endpoint, Look, Page, Queue, Trouble, Watcher
+from telemetry.names import EXPORTED, HISTOGRAM_READERS, INFO, PAGE_ERRORS, PATH_LABEL, Exported, Per
+from telemetry.reader import MAX_READERS, Communicator, Endpoint, Look, Page, Queue, Trouble, Watcher
 
 Samples = dict[str, list[Sample]]
 """What a scrape has so far, by the metric's name without prefix."""
+
+LONGEST_FACT: Final = 120
+"""Characters of what a communicator says of itself: its plan may tell at length why another one is not used."""
 
 _LIVENESS: Final = {True: "alive", False: "dead", None: "unknown"}
 
@@ -47,7 +50,8 @@ class ArenaCollector(Collector):
         self._on_trouble = on_trouble
         self._lock = threading.Lock()
         self._history = History()
-        self._books: dict[tuple[Path, str], _Book] = {}
+        self._books: dict[tuple[Path, str], _QueueBook] = {}
+        self._group_books: dict[tuple[Path, str], _CommunicatorBook] = {}
         self._errors = dict.fromkeys(PAGE_ERRORS, 0)
         self._told: set[tuple[str, Path]] = set()
         self._build = {"version": _version(), "python": platform.python_version()}
@@ -57,7 +61,7 @@ class ArenaCollector(Collector):
         return [_family(exported, []) for exported in EXPORTED.values()]
 
     def collect(self) -> Iterable[Metric]:
-        """Look at every queue, and return what there is to say."""
+        """Look at everything, and return what there is to say."""
         with self._lock:
             return [_family(EXPORTED[name], samples) for name, samples in self._scrape().items() if samples]
 
@@ -74,9 +78,15 @@ class ArenaCollector(Collector):
         books = {}
         for queue in look.queues:
             which = (queue.directory, queue.label)
-            book = books[which] = self._books.get(which) or _Book(queue.label)
+            book = books[which] = self._books.get(which) or _QueueBook(queue.label)
             book.enter(queue, {reader.rank: verdicts[queue.label, reader.rank] for reader in queue.readers}, samples)
         self._books = books
+        group_books = {}
+        for group in look.communicators:
+            which = (group.directory, group.label)
+            sheet = group_books[which] = self._group_books.get(which) or _CommunicatorBook(group.label)
+            sheet.enter(group, samples)
+        self._group_books = group_books
         self._tell(look.troubles)
         for name, labels, value in self._own(look, time.perf_counter() - began):
             samples[name].append(Sample(EXPORTED[name].full_name, labels, value))
@@ -98,14 +108,41 @@ class ArenaCollector(Collector):
 
 
 class _Book:
-    """How the pages of one queue turn into samples."""
+    """How pages that belong together turn into samples: one row for each series of them, with labels made once."""
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._ledger = Ledger()
         self._rows: list[_Row] = []
-        self._rows_of: list[tuple[bool, Key, bool, Page]] = []
         self._labels: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def _row(self, exported: Exported, scale: float, further: tuple[str, ...]) -> _Row:
+        labels = self._labels_of(exported, further)
+        name = exported.full_name
+        if exported.kind != Kind.HISTOGRAM:
+            return _Row(exported, (name,), (labels,), scale, [])
+        bounds = [str(_bound(exported, edge)) for edge in exported.edges] + ["+Inf"]
+        buckets = [{**labels, "le": bound} for bound in bounds]
+        names = [f"{name}_bucket"] * len(bounds) + [f"{name}_count", f"{name}_sum"]
+        return _Row(exported, tuple(names), (*buckets, labels, labels), scale, [])
+
+    def _labels_of(self, exported: Exported, further: tuple[str, ...]) -> dict[str, str]:
+        """The labels of a sample: made once, and shared by all that have the same."""
+        key = (exported.name, *further)
+        if key not in self._labels:
+            names = exported.label_names
+            if len(further) < len(names) - 1:  # a histogram without its reader
+                names = tuple(name for name in names if name != "reader")
+            self._labels[key] = dict(zip(names, map(_printable, (self._label, *further)), strict=True))
+        return self._labels[key]
+
+
+class _QueueBook(_Book):
+    """The pages of one queue."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+        self._ledger = Ledger()
+        self._rows_of: list[tuple[bool, Key, bool, Page]] = []
 
     def enter(self, queue: Queue, verdicts: Mapping[int, Verdict], samples: Samples) -> None:
         """Add the queue's samples."""
@@ -142,25 +179,42 @@ class _Book:
                 rows[which].sources.append((key, one.word))
         self._rows, self._rows_of = list(rows.values()), of
 
-    def _row(self, exported: Exported, scale: float, further: tuple[str, ...]) -> _Row:
-        labels = self._labels_of(exported, further)
-        name = exported.full_name
-        if exported.kind != Kind.HISTOGRAM:
-            return _Row(exported, (name,), (labels,), scale, [])
-        bounds = [str(_bound(exported, edge)) for edge in exported.edges] + ["+Inf"]
-        buckets = [{**labels, "le": bound} for bound in bounds]
-        names = [f"{name}_bucket"] * len(bounds) + [f"{name}_count", f"{name}_sum"]
-        return _Row(exported, tuple(names), (*buckets, labels, labels), scale, [])
 
-    def _labels_of(self, exported: Exported, further: tuple[str, ...]) -> dict[str, str]:
-        """The labels of a sample: made once, and shared by all that have the same."""
-        key = (exported.name, *further)
-        if key not in self._labels:
-            names = exported.label_names
-            if len(further) < len(names) - 1:  # a histogram without its reader
-                names = tuple(name for name in names if name != "reader")
-            self._labels[key] = dict(zip(names, map(_printable, (self._label, *further)), strict=True))
-        return self._labels[key]
+class _CommunicatorBook(_Book):
+    """The pages of one communicator.
+
+    Each rank has series of its own, out of a page that no other follows: nothing is added up that could fall when a
+    rank leaves, so there is no ledger.
+    """
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label)
+        self._rows_of: list[Page] = []
+
+    def enter(self, group: Communicator, samples: Samples) -> None:
+        """Add the communicator's samples."""
+        self._prepare(group)
+        values = {(rank.page.role, rank.rank): rank.values for rank in group.ranks}
+        for row in self._rows:
+            row.fill_in(values, samples[row.exported.name])
+        for name, further, value in _of_group(group):
+            exported = EXPORTED[name]
+            samples[name].append(Sample(exported.full_name, self._labels_of(exported, further), value))
+
+    def _prepare(self, group: Communicator) -> None:
+        of = [rank.page for rank in group.ranks]
+        if of == self._rows_of:
+            return
+        self._labels.clear()
+        rows: dict[tuple[str, ...], _Row] = {}
+        for page in of:
+            for one in page.series:
+                exported = EXPORTED.get(one.name)
+                further = _labels_of_rank(exported, one, page.rank, group.paths)
+                if exported is not None and further is not None:
+                    row = rows.setdefault((one.name, *further), self._row(exported, one.scale, further))
+                    row.sources.append(((page.role, page.rank), one.word))
+        self._rows, self._rows_of = list(rows.values()), of
 
 
 class _Row(NamedTuple):
@@ -201,15 +255,36 @@ def _further_labels(
     exported: Exported | None, one: PageSeries, rank: int, *, by_reader: bool
 ) -> tuple[str, ...] | None:
     """The values of all labels but `queue`; None for what is beyond what was declared."""
-    if exported is None or not exported.page or exported.kind != one.kind.value or exported.per is Per.COMMUNICATOR:
+    if exported is None or exported.per is Per.COMMUNICATOR:
         return None
-    closed = tuple(one.labels.get(label, "") for label, _ in exported.labels)
-    if any(value not in values for value, (_, values) in zip(closed, exported.labels, strict=True)):
+    closed = _closed_labels(exported, one)
+    if closed is None:
         return None
     if exported.per is Per.QUEUE or (exported.kind == Kind.HISTOGRAM and not by_reader):
         return closed
     reader = str(one.labels.get("reader", rank))
     return (reader, *closed) if reader.isdecimal() and int(reader) < MAX_READERS else None
+
+
+def _labels_of_rank(
+    exported: Exported | None, one: PageSeries, rank: int, paths: Sequence[str]
+) -> tuple[str, ...] | None:
+    """The values of all labels but `group`; None for a path that was not set up, and for what was not declared."""
+    if exported is None or exported.per is not Per.COMMUNICATOR:
+        return None
+    closed = _closed_labels(exported, one)
+    if closed is None or one.labels.get(PATH_LABEL, "") not in ("", *paths):
+        return None
+    return (str(rank), *closed)
+
+
+def _closed_labels(exported: Exported, one: PageSeries) -> tuple[str, ...] | None:
+    """The values of the labels that were declared with closed sets; None if one is not in its set."""
+    if not exported.page or exported.kind != one.kind.value:
+        return None
+    closed = tuple(one.labels.get(label, "") for label, _ in exported.labels)
+    known = all(value in values for value, (_, values) in zip(closed, exported.labels, strict=True))
+    return closed if known else None
 
 
 def _printable(text: str) -> str:
@@ -224,7 +299,7 @@ def _bound(exported: Exported, edge: int) -> float:
 
 # ── what the exporter makes itself ───────────────────────────────────────────────────────────────
 Derived = Iterator[tuple[str, tuple[str, ...], float]]
-"""Name, the values of all labels but `queue`, value."""
+"""Name, the values of all labels but `queue` or `group`, value."""
 
 
 def _derived(queue: Queue, verdicts: Mapping[int, Verdict], now: InProgress, ledger: Ledger) -> Derived:
@@ -265,6 +340,14 @@ def _of_reader(queue: Queue, reader: Endpoint, verdict: Verdict) -> Derived:
     yield "reader_verdict", (rank,), verdict
     yield "reader_held_bytes", (rank,), queue.held_bytes(reader.rank)
     yield "dma_gate_oldest_age_seconds", (rank,), reader.gate_age_s
+
+
+def _of_group(group: Communicator) -> Derived:
+    for rank in group.ranks:
+        about = rank.page.about
+        facts = (about.get("world", ""), about.get("device", ""), ",".join(group.paths), group.plan)
+        short = (str(fact)[:LONGEST_FACT] for fact in facts)
+        yield "allreduce_plan_info", (str(rank.rank), group.instance, *short), 1
 
 
 def _family(exported: Exported, samples: list[Sample]) -> Metric:

@@ -84,7 +84,7 @@ class Exported:
         return list(product(*(values for _, values in self.labels if values)))
 
     def series(self, n_reader: int) -> int:
-        """How many series one queue (one communicator, the exporter) has of it."""
+        """How many series one queue (one rank of a communicator that has every path, the exporter) has of it."""
         samples = len(self.edges) + 3 if self.kind == Kind.HISTOGRAM else 1  # edges, +Inf, _sum and _count
         by_reader = self.per is Per.READER and not (self.kind == Kind.HISTOGRAM and n_reader > HISTOGRAM_READERS)
         return samples * len(self.combinations()) * (n_reader if by_reader else 1)
@@ -94,6 +94,22 @@ def series_per_queue(n_reader: int) -> int:
     """How many series a queue with all its readers attached has: what a Prometheus server has to keep of it."""
     return sum(one.series(n_reader) for one in EXPORTED.values() if one.per in (Per.QUEUE, Per.READER))
 
+
+def series_per_communicator(world: int, paths: int) -> int:
+    """How many series a communicator has on which so many paths were set up; those of the others don't leave.
+
+    No path but the fallback takes more than 8 ranks, so that a large communicator has few series for each of them.
+    """
+    of_rank = 0
+    for one in EXPORTED.values():
+        if one.per is Per.COMMUNICATOR:
+            closed = dict(one.labels).get(PATH_LABEL)
+            of_rank += one.series(0) * paths // len(closed) if closed else one.series(0)
+    return world * of_rank
+
+
+PATH_LABEL: Final = "path"
+"""Of a communicator's metrics, only the values of those paths leave that could be set up."""
 
 SUMMED: Final = frozenset(
     {
@@ -288,6 +304,10 @@ def _of_reader(name: str, kind: Kind | str, unit: str, help: str, why: str, *fac
     return Exported(name, _value(kind), unit, Per.READER, tuple((fact, ()) for fact in facts), help, why)
 
 
+def _of_rank(name: str, kind: Kind | str, unit: str, help: str, why: str, *facts: str) -> Exported:
+    return Exported(name, _value(kind), unit, Per.COMMUNICATOR, tuple((fact, ()) for fact in facts), help, why)
+
+
 def _own(name: str, kind: Kind | str, unit: str, help: str, why: str, /, **labels: tuple[str, ...]) -> Exported:
     return Exported(name, _value(kind), unit, Per.EXPORTER, tuple(labels.items()), help, why)
 
@@ -308,6 +328,8 @@ PAGE_ERRORS: Final = (
     "directory",
     "too_many_readers",
     "too_many_queues",
+    "too_many_ranks",
+    "too_many_communicators",
 )
 
 _COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
@@ -448,6 +470,15 @@ DERIVED: Final[tuple[Exported, ...]] = (
         "seconds",
         "How long the oldest block in this reader's gate has waited for the device's copy; 0 without any.",
         "A device that stopped copying.",
+    ),
+    # all-reduce
+    _of_rank(
+        "allreduce_plan_info",
+        INFO,
+        "",
+        "What a communicator was made for, the paths that it could set up, and where its plan comes from, 1.",
+        "Whether all engines run the same plan; a tuned one that is not used says why.",
+        *("group_instance", "world", "device", "paths", "plan"),
     ),
     # the exporter
     _own("exporter_pages", _GAUGE, "pages", "Probe pages read in this scrape.", "Whether the exporter sees anything."),

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from arena import AllReduce
 from arena import plan as plans
+from arena.account import leave_directory
 from arena.allreduce import Decision, lookup
 from arena.device import Declined, open_device
 from arena.errors import InvalidArgument, PeerDied, RankMissing, SetUpFailed
+from arena.joining import group_name
 from arena.plan import KIB, LARGEST, Plan, Row
-from arena.probe import ProbeReader, Role, collect_garbage
+from arena.probe import ProbeReader, Role, collect_garbage, identity
+from arena.probe.directory import KEPT_DEAD, queue_directory
 from tests.support.fleet import Here, Worker, within
 from tests.support.ranks import close, group, make, together
 
@@ -152,6 +156,30 @@ def test_the_pages_of_the_dead_stay_until_garbage_is_collected(two, run_dir):
     (directory,) = run_dir.iterdir()
     assert collect_garbage(run_dir) == [directory]
     assert list(run_dir.iterdir()) == []
+
+
+def test_a_crash_loop_leaves_no_more_than_a_few_dead_communicators(two, run_dir):
+    for number in range(KEPT_DEAD + 2):
+        dead = queue_directory(run_dir, f"allreduce-{two[0].call(default_group)}", str(number))
+        (dead / "owner").write_text(f"{(1 << 22) - 1} 1 {identity().pid_namespace}\n")
+    together(two, make)
+    assert len(list(run_dir.iterdir())) == KEPT_DEAD + 1
+
+
+def test_leaving_last_and_leaving_after_the_last_are_both_in_order(run_dir):
+    directory = queue_directory(run_dir, "allreduce-0", "x")
+    for name in ("owner", "meet-0-ab", "meet-1-cd"):
+        (directory / name).touch()
+    leave_directory(directory, 0)
+    assert [path.name for path in directory.iterdir()] == ["meet-1-cd"]
+    leave_directory(directory, 1)
+    assert not directory.exists()
+    leave_directory(directory, 1)
+    leave_directory(directory, 0)
+
+
+def default_group(here: Here) -> str:
+    return group_name(dist.group.WORLD)
 
 
 def without_pages(here: Here, rank: int) -> tuple[float, dict[str, int]]:

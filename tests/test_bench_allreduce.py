@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.importorskip("rich")
 from telemetry.commands.bench.allreduce import KIB, MIB, SIZES, TOKEN_BYTES, Line, _published  # noqa: E402
 from telemetry.commands.bench.allreduce_cells import Case, Cell, _cell  # noqa: E402
 from telemetry.commands.bench.harness import Block  # noqa: E402
+from telemetry.commands.bench.plot import svg  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,8 +80,9 @@ def test_a_file_without_figures_is_refused_or_empty(tmp_path, text):
         _published(tmp_path / "figures.csv", 2)
 
 
-def test_every_path_and_the_library_are_measured_in_one_run(run_dir):
-    ran = bench("--sizes", "8,1024", "--rounds", "1", "--json")
+def test_every_path_and_the_library_are_measured_in_one_run(run_dir, tmp_path):
+    picture = tmp_path / "plot.svg"
+    ran = bench("--sizes", "8,1024", "--rounds", "1", "--json", "--plot", str(picture))
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found["comparable"] is False
@@ -92,6 +95,26 @@ def test_every_path_and_the_library_are_measured_in_one_run(run_dir):
     assert all(0 < row["p50_ns"] <= row["p99_ns"] and len(row["p50_ns_by_rank"]) == 2 for row in found["rows"])
     assert [one["required"] for one in found["requirements"]] == [10.0, 10.0, 3.0, 3.0]
     assert list(run_dir.iterdir()) == []
+    texts = [one.text or "" for one in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0].startswith("all-reduce, 2 ranks, ")
+    assert {"8 KiB", "arena", "cpu_one_shot", "gloo, in place"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"one": [(8 * KIB, 1000.0)]},
+        {"slow": [(8 * KIB, 9.9e8), (64 * MIB, 1e9)], "fast": [(8 * KIB, 1000.0), (64 * MIB, 10000.0)]},
+    ],
+)
+def test_a_picture_holds_every_point_within_its_frame(lines):
+    drawn = ElementTree.fromstring(svg("<title> & more", lines))
+    assert next(drawn.iter("{http://www.w3.org/2000/svg}text")).text == "<title> & more"
+    points = list(drawn.iter("{http://www.w3.org/2000/svg}circle"))
+    assert len(points) == sum(map(len, lines.values()))
+    for point in points:
+        assert 70 <= float(point.get("cx", 0)) <= 810
+        assert 40 <= float(point.get("cy", 0)) <= 520
 
 
 def test_the_table_ends_with_the_best_and_its_speed_up(run_dir, tmp_path):
@@ -106,7 +129,15 @@ def test_the_table_ends_with_the_best_and_its_speed_up(run_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--device", "abacus"], ["--sizes", "x"], ["--sizes", "0"], ["--world", "1"], ["--quick", "--check"]]
+    "arguments",
+    [
+        ["--device", "abacus"],
+        ["--sizes", "x"],
+        ["--sizes", "0"],
+        ["--world", "1"],
+        ["--quick", "--check"],
+        ["--plot", "/nowhere/x.svg"],
+    ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_runs(arguments):
     ran = bench(*arguments)

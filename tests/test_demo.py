@@ -54,6 +54,7 @@ def places(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
     temporary = tmp_path / "t"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without a tuned plan
     return [run_dir, temporary]
 
 
@@ -133,6 +134,11 @@ def test_compared_runs_serve_the_same_requests_and_prove_it(small_images, places
     assert off["fallbacks"]["disabled"] > 0
     assert on["bytes_by_path"]["block"] > 1e6
     assert on["fallbacks"] == {}
+    for run in (off, on):
+        assert sum(run["collective"]["operations_by_path"].values()) == run["steps"]
+        assert set(run["collective"]["operations_by_path"]) <= {"cpu_one_shot", "cpu_two_shot"}
+        assert run["collective"]["compared"] > 0
+        assert min(run["collective"][name] for name in ("arena_us", "gloo_us", "times_as_fast")) > 0
     assert 0 < on["ttft_ms"]["all"]["p50"] <= on["ttft_ms"]["all"]["p99"] <= on["ttft_ms"]["all"]["max"]
 
 
@@ -148,6 +154,32 @@ def test_survivors_go_on_without_a_killed_reader(small_images, places):
     assert death["detected_ms"] <= death["resumed_ms"] < 2000
     assert run["completed"] == run["offered"]
     assert run["mismatches"] == []
+    assert run["collective"]["operations_by_path"].keys() <= {"cpu_one_shot", "cpu_two_shot"}
+
+
+@pytest.mark.parametrize("readers", [2, 9], ids=["one is left, alone", "more than shared memory is for"])
+def test_whoever_is_left_goes_on_in_any_number(readers, small_images, places):
+    arguments = ("--readers", str(readers), "--kill-reader", "0:0.5", "--seconds", "1", "--images", small_images)
+    with running("--json", *arguments) as process:
+        report = json.loads(finished(process))
+        assert_nothing_is_left(process.pid, places)
+    (run,) = report["runs"]
+    assert [death["rank"] for death in run["deaths"]] == [0]
+    assert run["completed"] == run["offered"]
+    assert sum(run["collective"]["operations_by_path"].values()) > 0
+    assert ("gloo" in run["collective"]["operations_by_path"]) == (readers > 8)
+
+
+def test_two_that_die_at_once_hang_nobody(small_images, places):
+    with running("--json", "--readers", "4", "--seconds", "2", "--images", small_images) as process:
+        wait_until_it_serves(process)
+        for rank in (0, 2):
+            (page,) = places[0].glob(f"demo:steps@*/reader-{rank}-*")
+            os.kill(int(page.name.split("-")[2]), signal.SIGKILL)
+        report = json.loads(finished(process, 1))
+        assert_nothing_is_left(process.pid, places)
+    (run,) = report["runs"]
+    assert {death["rank"]: death["injected"] for death in run["deaths"]} == {0: False, 2: False}
 
 
 def test_it_serves_metrics_that_name_a_slow_reader_meanwhile(small_images, places):
@@ -188,6 +220,9 @@ def test_the_table_names_a_slow_reader(small_images, places):
     rows = [line.split() for line in table.splitlines()]
     assert ["fallbacks", "none"] in rows
     assert ["with", "a", "picture", "2"] in rows
+    assert {"all-reduces, cpu_one_shot", "one takes, p50", "the same with gloo"} <= {
+        line.strip().split("  ")[0] for line in table.splitlines()
+    }
     assert "Every worker found the pixels that were sent, and every token is the layer's." in table
 
 

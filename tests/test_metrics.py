@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -16,10 +17,12 @@ from arena import Handle, MessageQueue, QueueConfig
 from arena.errors import AttachRefused
 from arena.probe import BUCKETS, Probe, Role, page
 from arena.probe.directory import queue_directory, reader_page
+from arena.probe.metrics import ALLREDUCE_PATHS
 from telemetry.health import GAP_NS, WINDOW_NS
-from telemetry.metrics import ArenaCollector
-from telemetry.names import EXPORTED, PAGE_ERRORS, Per, series_per_queue
+from telemetry.metrics import LONGEST_FACT, ArenaCollector
+from telemetry.names import EXPORTED, PAGE_ERRORS, Per, series_per_communicator, series_per_queue
 from telemetry.reader import MAX_QUEUES, Watcher
+from tests.support import ranks
 from tests.support.fleet import Fleet, Here, attach, create, drain, enqueue, eventually, shut_down
 from tests.support.scraping import Scrape, registry_of, scrape
 
@@ -62,6 +65,14 @@ class Pages:
             self.writer.waiting(2, now_ns, 0, mask, pending[0] + 1, alone_since_ns)
 
 
+def rank_page(run_dir: Path, rank: int, group: str = "tp", instance: str = "x", **about: Any) -> Probe:
+    """The page of a communicator's rank that this test writes itself."""
+    directory = run_dir / f"allreduce-{group}@{instance}"
+    directory.mkdir(exist_ok=True)
+    about = {"world": 2, "device": "cpu", "paths": ["cpu_one_shot", "gloo"], "plan": "default"} | about
+    return Probe(directory / f"rank-{rank}", Role.COMMUNICATOR, rank=rank, n_reader=0, slots=0, about=about)
+
+
 SECOND = 1_000_000_000
 
 
@@ -91,16 +102,16 @@ def test_a_scrape_has_the_series_that_the_declarations_say(run_dir, collector, r
             end.shutdown()
 
 
-def test_every_metric_but_the_communicators_is_there(run_dir, collector):
+def test_every_metric_is_there(run_dir, collector):
     Pages(run_dir)
+    rank_page(run_dir, 0)
     families = {family.name: family for family in collector.collect()}
     for exported in EXPORTED.values():
-        if exported.per is not Per.COMMUNICATOR:
-            name = exported.full_name.removesuffix("_total").removesuffix("_info")
-            assert (families[name].type, families[name].documentation) == (exported.kind, exported.help)
-            for sample in families[name].samples:
-                assert sample.name.startswith(exported.full_name)
-                assert set(sample.labels) - {"le"} == set(exported.label_names)
+        name = exported.full_name.removesuffix("_total").removesuffix("_info")
+        assert (families[name].type, families[name].documentation) == (exported.kind, exported.help)
+        for sample in families[name].samples:
+            assert sample.name.startswith(exported.full_name)
+            assert set(sample.labels) - {"le"} == set(exported.label_names)
 
 
 def test_both_formats_parse_and_have_no_created(run_dir, collector):
@@ -445,6 +456,77 @@ def test_where_liveness_is_unknown_nobody_is_said_to_be_up_or_down(run_dir, coll
     assert found.value("writer_up", queue="steps") == 1
     ((info, _),) = found.all("reader_info", queue="steps")
     assert info["liveness"] == "unknown"
+
+
+# --- communicators ---------------------------------------------------------------------------------------------------
+
+
+def sum_up(here: Here, rank: int) -> None:
+    for _ in range(3):
+        here.comm.all_reduce(torch.ones(8))
+    here.comm.all_reduce(torch.ones(8, dtype=torch.int64))
+    here.comm.statistics()  # writes the page out
+
+
+def test_values_of_a_real_communicator_arrive(run_dir, tmp_path, collector, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without a tuned plan
+    with ranks.group(2, tmp_path / "store") as workers:
+        ranks.together(workers, ranks.make)
+        ranks.together(workers, sum_up)
+        found = scrape(collector)
+        of_group = [name for name, labels in found.samples if ("group", "0") in labels]
+        assert len(of_group) == series_per_communicator(2, 3)
+        for rank in (0, 1):
+            one = {"group": "0", "rank": rank}
+            served = found.by("path", "allreduce_total", **one)
+            assert served == {"cpu_one_shot": 3, "cpu_two_shot": 0, "gloo": 1}
+            assert found.value("allreduce_bytes_total", path="cpu_one_shot", **one) == 3 * 32
+            assert {
+                reason for reason, count in found.by("reason", "allreduce_fallback_total", **one).items() if count
+            } == {"dtype"}
+            assert found.value("allreduce_seconds_count", path="cpu_one_shot", **one) == 1
+            assert 0 < found.value("allreduce_seconds_sum", path="cpu_one_shot", **one) < 30
+            ((info, is_there),) = found.all("allreduce_plan_info", **one)
+            assert (info["world"], info["device"], info["plan"], is_there) == ("2", "cpu", "default", 1)
+            assert info["paths"] == "cpu_one_shot,cpu_two_shot,gloo"
+        assert found.value("exporter_pages") == 2
+
+
+@pytest.mark.parametrize("paths", [["gloo"], ["cpu_one_shot", "gloo"], list(ALLREDUCE_PATHS), ["whatever", 3], None])
+def test_only_paths_that_were_set_up_have_series(run_dir, collector, paths):
+    rank_page(run_dir, 0, paths=paths)
+    found = scrape(collector)
+    known = [path for path in paths or [] if path in ALLREDUCE_PATHS]
+    assert len([name for name, labels in found.samples if ("group", "tp") in labels]) == (
+        series_per_communicator(1, len(known))
+    )
+    assert set(found.by("path", "allreduce_seconds_count", group="tp")) == set(known)
+
+
+def test_no_counter_of_a_rank_falls_when_others_leave_or_come(run_dir, collector):
+    made = [rank_page(run_dir, rank) for rank in range(3)]
+    seen: dict[Any, float] = {}
+    for round_, probe in enumerate(made):
+        for other in made[round_:]:
+            Pages.count(other, 10, "allreduce_total", "gloo")
+        found = scrape(collector)
+        now = {which: value for which, value in found.samples.items() if which[0] == "allreduce_total"}
+        assert all(value >= seen.get(which, 0) for which, value in now.items())
+        assert found.by("rank", "allreduce_total", group="tp", path="gloo") == {
+            str(rank): 10 * (round_ + 1) for rank in range(round_, 3)
+        }
+        seen |= now
+        probe.unlink()
+    assert not list(scrape(collector).all("allreduce_total", group="tp"))
+    assert collector._group_books == {}
+
+
+def test_what_a_communicator_says_of_itself_is_cut_short(run_dir, collector):
+    rank_page(run_dir, 0, plan="because " * 1000, device="\ud800")
+    registry = registry_of(collector)
+    ((info, _),) = scrape(collector).all("allreduce_plan_info", group="tp")
+    assert len(info["plan"]) == LONGEST_FACT
+    assert list(parse_openmetrics(openmetrics(registry).decode()))
 
 
 # --- over and over ---------------------------------------------------------------------------------------------------

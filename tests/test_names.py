@@ -5,7 +5,17 @@ import pytest
 from arena.probe import METRICS, Kind, Role
 from telemetry import names
 from telemetry.health import Verdict
-from telemetry.names import EXPORTED, INFO, INTERNAL, PAGE_ERRORS, SUMMED, Exported, Per, series_per_queue
+from telemetry.names import (
+    EXPORTED,
+    INFO,
+    INTERNAL,
+    PAGE_ERRORS,
+    SUMMED,
+    Exported,
+    Per,
+    series_per_communicator,
+    series_per_queue,
+)
 
 KINDS = {*(kind.value for kind in Kind), INFO}
 
@@ -85,6 +95,11 @@ def test_the_verdicts_are_those_of_health():
 @pytest.mark.parametrize(("readers", "limit"), [(4, 500), (8, 800)])
 def test_a_queue_has_few_enough_series(readers, limit):
     assert series_per_queue(readers) <= limit
+
+
+@pytest.mark.parametrize(("world", "paths", "limit"), [(2, 3, 140), (8, 3, 560), (8, 6, 1020), (64, 1, 2000)])
+def test_a_communicator_has_few_enough_series(world, paths, limit):
+    assert series_per_communicator(world, paths) <= limit
 
 
 def test_above_16_readers_a_reader_costs_less_than_half():

@@ -730,6 +730,12 @@ def test_the_pages_of_a_queue_are_listed_writer_first_and_nothing_else(place):
     assert reader_page(place, 3, 44, "abc").name == "reader-3-44-abc"
 
 
+def test_the_pages_of_a_communicator_are_listed_and_nothing_else(place):
+    for name in ("rank-1", "owner", "meet-0-ab12", "rank-0", "ranks"):
+        (place / name).touch()
+    assert [path.name for path in pages(place)] == ["rank-0", "rank-1"]
+
+
 def test_queues_are_listed_oldest_first_and_nothing_else(run_dir):
     made = [queue_directory(run_dir, "q", str(number)) for number in range(3)]
     for age, path in enumerate(reversed(made)):
@@ -880,6 +886,26 @@ def test_a_queue_without_probes_is_judged_by_its_maker(run_dir):
     mark_owner(dead)
     disowned(dead)
     assert collect_garbage(run_dir) == [dead]
+
+
+@pytest.mark.parametrize("living", ["maker", "rank", None])
+def test_a_communicator_lives_as_long_as_its_maker_or_a_rank(run_dir, living):
+    place = queue_directory(run_dir, "allreduce-0", "1")
+    make_probe(place / "rank-1", Role.COMMUNICATOR)
+    disowned(place)
+    if living == "maker":  # rank 0, before its page is there
+        mark_owner(place)
+    if living == "rank":  # rank 0 is dead, and another one has not noticed
+        make_probe(place / "rank-2", Role.COMMUNICATOR)
+    assert collect_garbage(run_dir) == ([] if living else [place])
+
+
+def test_ranks_that_died_while_they_met_are_garbage_once_they_are_old(run_dir):
+    place = queue_directory(run_dir, "allreduce-0", "1")
+    (place / "meet-0-ab12").touch()
+    assert collect_garbage(run_dir) == []
+    os.utime(place, (1, 1))
+    assert collect_garbage(run_dir) == [place]
 
 
 def test_a_bad_page_saves_nobody_and_harms_nobody(run_dir):

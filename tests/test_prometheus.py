@@ -1,8 +1,8 @@
 """A real Prometheus scrapes a real `arena export` over real queues, while faults are injected.
 
 One episode serves every test here: a reader of the first queue is slow, one of the second is stopped and goes on, one
-of the third is killed and replaced, the fourth has no room for its tensors, and the fifth follows a script. The rules
-are the shipped ones with their times divided.
+of the third is killed and replaced, the fourth has no room for its tensors, and the fifth follows a script. Two ranks
+all-reduce meanwhile. The rules are the shipped ones with their times divided.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 
 from arena import Handle
 from tests.conftest import require_program
-from tests.support import fleet, traffic
+from tests.support import fleet, ranks, traffic
 from tests.support.fleet import Call, Fleet, Worker, eventually
 from tests.support.prometheus import (
     BUNDLE,
@@ -45,13 +45,10 @@ FAULTS = {
     "HeadOfLineBlocking": "steps",
 }
 
-# What a machine without a device, without vLLM and without communicators can't show.
+# What a machine without a device and without vLLM can't show.
 WITHOUT_DATA = {
     "arena-1-queue: Engine: time to first token, p99 A": "no vLLM runs here",
     "arena-3-memory: DMA gate wait p99, by reader A": "without a device no block waits for one",
-    "arena-4-fleet: All-reduce, by path A": "no communicator runs here",
-    "arena-4-fleet: All-reduce declined, by reason A": "no communicator runs here",
-    "arena-4-fleet: All-reduce time p99, by path A": "no communicator runs here",
     "rules: arena:segments_unpinned:count": "without a device nothing is copied to one",
     "rules: ArenaUnpinned": "without a device nothing is copied to one",
 }
@@ -112,6 +109,8 @@ def episode(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Episode]:
         stack.enter_context(running(exporter, place / "exporter.log", f"http://127.0.0.1:{port}/metrics"))
         targets = [f"127.0.0.1:{port}", f"127.0.0.1:{nobody}"]
         seen = Episode(stack.enter_context(prometheus(program, place, targets, FACTOR, SCRAPE_MS)))
+        environment.setenv("XDG_CACHE_HOME", str(place))  # without a tuned plan
+        add_up(workers, place / "store")
         play(seen, workers, place / "slow")
         seen.ended = time.time()
         yield seen
@@ -152,6 +151,14 @@ def play(seen: Episode, workers: Fleet, slow: Path) -> None:
     seen.waited = finish_script(script)
     for alert, queue in FAULTS.items():
         seen.wait_for_the_end_of(alert, queue)
+
+
+def add_up(workers: Fleet, store: Path) -> None:
+    members = [workers.start() for _ in range(2)]
+    ranks.together(members, ranks.join, len(members), store)
+    ranks.together(members, ranks.make)
+    for rank, member in enumerate(members):
+        member.begin(traffic.add_up, rank)
 
 
 def stop_until_noticed(seen: Episode, reader: Worker) -> None:

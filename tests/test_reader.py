@@ -17,9 +17,21 @@ import pytest
 from arena import MessageQueue, QueueConfig
 from arena.probe import EndpointState, Probe, ProbeReader, Role, page, queue_directories
 from arena.probe.directory import queue_directory, reader_page
-from telemetry.reader import MAX_QUEUES, MAX_READERS, Look, Watcher
-from tests.support import processes
-from tests.support.fleet import A_WHILE_S, Fleet, arena_maps, attach, create, drain, enqueue, eventually, keep, open_fds
+from telemetry.reader import MAX_COMMUNICATORS, MAX_QUEUES, MAX_RANKS, MAX_READERS, Look, Watcher
+from tests.support import processes, ranks
+from tests.support.fleet import (
+    A_WHILE_S,
+    Fleet,
+    Here,
+    arena_maps,
+    attach,
+    create,
+    drain,
+    enqueue,
+    eventually,
+    keep,
+    open_fds,
+)
 
 
 @pytest.fixture
@@ -41,6 +53,12 @@ def make_page(directory: Path, role: Role = Role.WRITER, rank: int = 0, **option
     path = directory / "writer" if role is Role.WRITER else reader_page(directory, rank, os.getpid(), incarnation)
     about = {"queue": "test", "n_reader": n_reader, "slots": 8}
     return Probe(path, role, rank=rank, n_reader=n_reader, slots=8 if role is Role.WRITER else 0, about=about)
+
+
+def make_rank(directory: Path, rank: int, **about: Any) -> Probe:
+    """A page of this process's without a communicator behind it."""
+    about = {"group": "0", "world": 2, "device": "cpu", "paths": ["cpu_one_shot", "gloo"], "plan": "default"} | about
+    return Probe(directory / f"rank-{rank}", Role.COMMUNICATOR, rank=rank, n_reader=0, slots=0, about=about)
 
 
 def labels(look: Look) -> list[str]:
@@ -102,6 +120,46 @@ def test_held_bytes_are_those_of_the_blocks_a_reader_keeps(fleet, watcher):
         assert queue.held_bytes(5) == 0
 
 
+def sum_up(here: Here, rank: int, operations: int) -> None:
+    import torch
+
+    for _ in range(operations):
+        here.comm.all_reduce(torch.ones(8))
+    here.comm.statistics()  # writes the page out
+
+
+def test_a_communicator_is_found_beside_a_queue_with_all_its_ranks(run_dir, tmp_path, watcher):
+    with MessageQueue(1, config=QueueConfig(name="steps")), ranks.group(2, tmp_path / "store") as workers:
+        ranks.together(workers, ranks.make, force_path="cpu_two_shot")
+        ranks.together(workers, sum_up, 3)
+        look = watcher.look()
+        assert labels(look) == ["steps"]
+        (group,) = look.communicators
+        assert (group.label, group.world, group.paths) == ("0", 2, ("cpu_two_shot", "gloo"))
+        assert group.declined.keys() <= {"cpu_one_shot"}
+        assert group.plan.startswith("forced to cpu_two_shot")
+        assert group.directory.name == f"allreduce-0@{group.instance}"
+        assert [(rank.rank, rank.page.owner.pid) for rank in group.ranks] == [(0, workers[0].pid), (1, workers[1].pid)]
+        for rank in group.ranks:
+            assert (rank.sequence, rank.alive, rank.state) == (3, True, EndpointState.WORKING)
+            served = {one.labels["path"]: one.value for one in rank.samples() if one.name == "allreduce_total"}
+            assert served["cpu_two_shot"] == 3
+        assert look.pages == 3
+        workers[1].kill()
+        assert [rank.alive for rank in watcher.look().communicators[0].ranks] == [True, False]
+        workers[0].kill()
+        assert [rank.alive for rank in watcher.look().communicators[0].ranks] == [False, False]
+
+
+def test_what_a_communicator_says_of_itself_may_be_nonsense(run_dir, watcher):
+    make_rank(queue_directory(run_dir, "allreduce-0", "x"), 0, world="two", paths={"a": 1}, declined=[3], plan=None)
+    (group,) = watcher.look().communicators
+    assert (group.world, group.paths, group.declined, group.plan) == (0, (), {}, "None")
+    make_rank(queue_directory(run_dir, "allreduce-1", "x"), 0, paths=[["a"], "gloo"], declined={"a": "b", "c": [1, 2]})
+    group = watcher.look().communicators[1]
+    assert (group.paths, group.declined) == (("gloo",), {"c": ("1", "2")})
+
+
 # --- which of several ------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +217,33 @@ def test_ranks_beyond_the_limit_are_left_out(run_dir, watcher):
     look = watcher.look()
     assert [reader.rank for reader in look.queues[0].readers] == [0, MAX_READERS - 1]
     assert reasons(look) == ["too_many_readers"]
+
+
+def test_of_two_living_communicators_over_groups_of_a_name_the_older_has_it_alone(run_dir, watcher):
+    for instance in ("y", "x"):
+        make_rank(queue_directory(run_dir, "allreduce-0", instance), 0)
+    assert [group.label for group in watcher.look().communicators] == ["0", "0@x"]
+
+
+def test_more_communicators_and_ranks_than_the_limits_are_left_out(run_dir, watcher):
+    for number in range(MAX_COMMUNICATORS + 1):
+        make_rank(queue_directory(run_dir, f"allreduce-{number}", "x"), 0)
+    wide = queue_directory(run_dir, "allreduce-wide", "x")
+    for rank in (0, MAX_RANKS - 1, MAX_RANKS):
+        make_rank(wide, rank)
+    look = watcher.look()
+    assert len(look.communicators) == MAX_COMMUNICATORS
+    assert [rank.rank for rank in look.communicators[-1].ranks] == [0, MAX_RANKS - 1]
+    assert sorted(reasons(look)) == ["too_many_communicators"] * 2 + ["too_many_ranks"]
+    assert look.queues == ()
+
+
+def test_a_rank_page_in_a_queues_directory_does_not_hide_the_queue(run_dir, watcher):
+    directory = queue_directory(run_dir, "steps", "x")
+    make_page(directory)
+    make_rank(directory, 0)
+    look = watcher.look()
+    assert (labels(look), look.communicators) == (["steps"], ())
 
 
 def test_the_newest_incarnation_of_a_rank_is_shown_and_a_living_one_before_a_dead(fleet, watcher):
@@ -284,6 +369,22 @@ def test_a_bad_page_is_left_out_and_said_and_the_rest_is_shown(run_dir, watcher,
     bad.path.unlink()
     assert reasons(watcher.look()) == []
     assert kept.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("truncated", "truncated"), ("foreign", "foreign"), ("older", "version"), ("newer", "version")]
+)
+@pytest.mark.parametrize("looked_before", [False, True])
+def test_a_bad_page_of_a_rank_is_left_out_and_said_and_the_rest_is_shown(run_dir, watcher, how, reason, looked_before):
+    directory = queue_directory(run_dir, "allreduce-0", "x")
+    made = [make_rank(directory, rank) for rank in range(3)]
+    if looked_before:
+        assert len(watcher.look().communicators[0].ranks) == 3
+    spoil(made[1].path, how)
+    look = watcher.look()
+    assert [rank.rank for rank in look.communicators[0].ranks] == [0, 2]
+    assert reasons(look) in ([reason], ["changed"])
+    assert reasons(watcher.look()) == [reason], "said at every look"
 
 
 def test_a_page_that_is_cut_short_while_it_is_mapped_does_not_kill_who_looks(run_dir, watcher):

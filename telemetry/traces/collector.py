@@ -20,6 +20,7 @@ from arena.probe import (
     ENDED,
     BadPage,
     ProbeReader,
+    Role,
     RunDirectoryError,
     observed_directory,
     pages,
@@ -103,10 +104,13 @@ class _Collector:
         self._thread.start()
 
     def watch(self, path: Path) -> None:
-        """Follow one more page; one that can't be read is not followed."""
+        """Follow one more page, unless it can't be read, or is a communicator's: that has no messages."""
         try:
             followed = _Followed(path, self._spans, from_start=self.from_start)
         except (BadPage, OSError):
+            return
+        if followed.page.role is Role.COMMUNICATOR:
+            followed.close()
             return
         with self._lock:
             self._followed[path] = followed

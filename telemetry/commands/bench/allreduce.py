@@ -27,6 +27,7 @@ from telemetry.commands.bench.allreduce_cells import RIGS, Case, Cell, measure
 from telemetry.commands.bench.children import BlockFailed, run_apart
 from telemetry.commands.bench.contenders import preload
 from telemetry.commands.bench.harness import Spread, p50s, p99s, paired, spread
+from telemetry.commands.bench.plot import svg
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -47,6 +48,7 @@ REQUIRED_ON_CPU: Final = ((256 * KIB, 10.0), (4 * MIB, 3.0), (64 * MIB, 2.0))
 Device = Annotated[str, typer.Option(help=f"{' or '.join(RIGS)}.")]
 World = Annotated[int, typer.Option(min=2, max=8, help="Ranks; under torchrun its own number counts.")]
 Sizes = Annotated[str, typer.Option(help="Sizes in KiB, separated by commas; all of them if empty.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the medians by size, as SVG.")]
 Against = Annotated[Path | None, typer.Option(help="A CSV file with published figures, shown beside ours.")]
 
 
@@ -76,12 +78,13 @@ class Line:
         return paired(p50s(self.cells[self.fallback].blocks), p50s(self.cells[name].blocks))
 
 
-def command(
+def command(  # noqa: PLR0913, PLR0917 - an option each
     device: Device = "cpu",
     world: World = 2,
     sizes: Sizes = "",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds in which the contenders alternate.")] = COMPARABLE_ROUNDS,
     against: Against = None,
+    plot: Plot = None,
     quick: options.Quick = False,
     as_json: options.Json = False,
     check: options.Check = False,
@@ -94,6 +97,8 @@ def command(
     comparable = not quick and rounds >= COMPARABLE_ROUNDS
     if check and not comparable:
         raise typer.BadParameter("a shortened run is not comparable, and checks nothing", param_hint="--check")
+    if plot is not None and not plot.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {plot.parent}", param_hint="--plot")
     published = _published(against, world) if against is not None else {}
     lines = _measure(device, world, chosen, min(rounds, _QUICK_ROUNDS) if quick else rounds)
     if os.environ.get("RANK", "0") != "0":
@@ -103,6 +108,8 @@ def command(
         typer.echo(json.dumps(report, indent=2))
     else:
         _show(report, lines, published, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    if plot is not None:
+        plot.write_text(_plot(report, lines))
     if check and not all(one["passed"] for one in report["requirements"]):
         raise typer.Exit(1)
 
@@ -214,6 +221,14 @@ def _table(report: dict[str, Any], lines: Sequence[Line], published: dict[int, d
             f"{line.speed_up(line.best).median:.1f} x",
         )
     return table
+
+
+def _plot(report: dict[str, Any], lines: Sequence[Line]) -> str:
+    settings, facts = report["settings"], report["machine"]
+    chip = facts["cpu"] if settings["device"] == "cpu" else settings["device"]
+    title = f"all-reduce, {settings['world']} ranks, {chip}, {facts['date']}: p50 of the slowest rank, hot inputs"
+    hot = [line for line in lines if not line.case.rotating]
+    return svg(title, {name: [(line.case.nbytes, line.p50(name)) for line in hot] for name in hot[0].cells})
 
 
 def _verdicts(requirements: Sequence[dict[str, Any]]) -> Table:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from arena.errors import PeerDied, QueueTimeout
 from telemetry.commands.demo.fleet import Fleet
 from telemetry.commands.demo.scheduler import Scheduler
 from telemetry.commands.demo.server import WorkerFailed
-from telemetry.commands.demo.wire import Answer, Regroup, Step
+from telemetry.commands.demo.wire import Answer, Compared, Regroup, Step
 from telemetry.commands.demo.workload import Request
 
 STEP_S = 0.010  # a step does not follow the last one sooner
@@ -48,6 +48,23 @@ class InFlight:
 
 
 @dataclass
+class Sums:
+    """How the workers added up their shares: operations by path, and what one took whose workers all told."""
+
+    operations_by_path: dict[str, int] = field(default_factory=dict)
+    compared: list[Compared] = field(default_factory=list)
+
+    def note(self, answers: Iterable[Answer]) -> None:
+        """Take down one step. A sum is over when the last worker has it."""
+        told = [answer.summed for answer in answers if answer.summed is not None]
+        for path in {summed.path for summed in told}:
+            self.operations_by_path[path] = self.operations_by_path.get(path, 0) + 1
+        compared = [summed.compared for summed in told if summed.compared is not None]
+        if compared:
+            self.compared.append(Compared(*map(max, zip(*compared, strict=True))))
+
+
+@dataclass
 class Death:
     """A worker that went away, as the engine learned of it."""
 
@@ -71,6 +88,7 @@ class Engine:
         self.stalls_s: list[float] = []
         self.faults: list[str] = []
         self.deaths: list[Death] = []
+        self.sums = Sums()
         self.before = fleet.queue.statistics()
         self._ends_s = ends_s
         self._on_look = on_look
@@ -171,6 +189,7 @@ class Engine:
             self._regroup()
             return
         self.faults += sent.faults()
+        self.sums.note(sent.answers.values())
         now_s = self.now_s()
         self.scheduler.confirm(next(iter(sent.answers.values())).tokens, now_s)
         if now_s - self._quiet_since_s > STALL_S:

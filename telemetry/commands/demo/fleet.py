@@ -15,6 +15,7 @@ from threading import Timer
 
 from arena import Handle, MessageQueue, QueueConfig
 from arena.errors import ArenaError
+from arena.probe import is_alive, owners, queue_directories, run_directory
 from telemetry.commands.demo import worker
 from telemetry.commands.demo.interrupts import deferred
 from telemetry.commands.demo.server import WorkerFailed
@@ -40,7 +41,7 @@ class Fleet:
         self._pipes: dict[int, Connection] = {}
         self._handles: list[Handle] = []
         self._timers: list[Timer] = []
-        self._rendezvous = TemporaryDirectory(prefix="arena-demo-")
+        self._rendezvous = _new_directory()
         self.queue = MessageQueue(readers, readers, config=config, on_warning=on_warning)
         self._handles.append(self.queue.export_handle())
         try:
@@ -80,7 +81,7 @@ class Fleet:
     def new_rendezvous(self) -> str:
         """Return a place where a new group can meet; the last one is over."""
         self._rendezvous.cleanup()
-        self._rendezvous = TemporaryDirectory(prefix="arena-demo-")
+        self._rendezvous = _new_directory()
         return self._meeting_point()
 
     def kill_later(self, rank: int, after_s: float) -> None:
@@ -108,8 +109,17 @@ class Fleet:
                 process.kill()
                 process.join()
         self._rendezvous.cleanup()
-        for handle in self._handles:  # the pages of killed workers; elsewhere they'd stay, for the post-mortem
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what killed workers left of queues and communicators; elsewhere it'd stay, for the post-mortem."""
+        for handle in self._handles:
             shutil.rmtree(handle.directory, ignore_errors=True)
+        pids = {process.pid for process in self.processes.values()}
+        for directory in queue_directories(run_directory()):
+            there = list(owners(directory))
+            if any(one.pid in pids for one in there) and all(is_alive(one) is False for one in there):
+                shutil.rmtree(directory, ignore_errors=True)
 
     def _start(self, post: worker.Post) -> None:
         context = get_context("forkserver")
@@ -132,3 +142,8 @@ class Fleet:
     def _kill(self, rank: int) -> None:
         self.killed_at[rank] = time.monotonic()
         self.processes[rank].kill()
+
+
+def _new_directory() -> TemporaryDirectory[str]:
+    with deferred():  # an interrupt in its midst would leave a directory that nobody knows of
+        return TemporaryDirectory(prefix="arena-demo-")

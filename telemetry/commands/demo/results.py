@@ -6,9 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from telemetry.commands.demo.engine import Death, Engine
+from telemetry.commands.demo.engine import Death, Engine, Sums
 from telemetry.commands.demo.scheduler import Tracked
 
 Key = TypeVar("Key")
@@ -48,6 +49,20 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """How the workers added up. The times are medians of what the slowest worker took, the ratio is that of the pairs.
+
+    Of so many sums that were made once more with Arena, and with gloo; None without any.
+    """
+
+    operations_by_path: dict[str, int]
+    compared: int
+    arena_us: float | None
+    gloo_us: float | None
+    times_as_fast: float | None
+
+
+@dataclass(frozen=True)
 class Result:
     """One run with the arena off or on. `ttft_ms` covers every request that arrived, by kind and under "all"."""
 
@@ -64,6 +79,7 @@ class Result:
     bytes_by_path: dict[str, int]
     messages_by_path: dict[str, int]
     fallbacks: dict[str, int]
+    collective: Collective
     blocked_s_by_reader: dict[int, float]
     excess_s_by_reader: dict[int, float]
     arena_size_bytes: int
@@ -141,6 +157,7 @@ def summarise(engine: Engine, *, arena: str, interrupted: bool) -> Result:
         bytes_by_path=_used(_grown(before.bytes_by_path, statistics.bytes_by_path)),
         messages_by_path=_used(_grown(before.messages_by_path, statistics.messages_by_path)),
         fallbacks=_used(_grown(before.fallbacks, statistics.fallbacks)),
+        collective=_collective(engine.sums),
         blocked_s_by_reader=_grown(before.blocked_s_by_reader, statistics.blocked_s_by_reader),
         excess_s_by_reader=_grown(before.excess_s_by_reader, statistics.excess_s_by_reader),
         arena_size_bytes=statistics.arena_size_bytes,
@@ -149,6 +166,17 @@ def summarise(engine: Engine, *, arena: str, interrupted: bool) -> Result:
         deaths=[_fault(death) for death in engine.deaths],
         mismatches=engine.faults,
         interrupted=interrupted,
+    )
+
+
+def _collective(sums: Sums) -> Collective:
+    pairs = sums.compared
+    return Collective(
+        operations_by_path=sums.operations_by_path,
+        compared=len(pairs),
+        arena_us=median(pair.arena_s for pair in pairs) * 1e6 if pairs else None,
+        gloo_us=median(pair.gloo_s for pair in pairs) * 1e6 if pairs else None,
+        times_as_fast=median(pair.gloo_s / pair.arena_s for pair in pairs) if pairs else None,
     )
 
 

@@ -20,6 +20,7 @@ def show(console: Console, results: Sequence[Result], load: float) -> None:
     sheet.first_tokens()
     sheet.steps()
     sheet.paths()
+    sheet.collective()
     sheet.blame()
     console.print()
     console.print(sheet.table)
@@ -76,6 +77,16 @@ class Sheet:
             self._row(f"fallbacks, {told}", [result.fallbacks.get(reason, 0) for result in self.results], _count)
         if not reasons:
             self._row("fallbacks", [0 for _ in self.results], lambda _: "none")
+
+    def collective(self) -> None:
+        """How the workers' shares were added up, and what the same sums took with gloo."""
+        sums = [result.collective for result in self.results]
+        for path in _keys(one.operations_by_path for one in sums):
+            self._row(f"all-reduces, {path}", [one.operations_by_path.get(path, 0) for one in sums], _count)
+        if any(one.compared for one in sums):
+            self._row("  one takes, p50", [one.arena_us for one in sums], _microseconds)
+            self._row("  the same with gloo", [one.gloo_us for one in sums], _microseconds)
+            self._row("  times as fast", [one.times_as_fast for one in sums], _times)
 
     def blame(self) -> None:
         """For whom the writer waited most; the excess is what that reader took beyond all the others."""
@@ -149,6 +160,14 @@ def _count(value: float) -> str:
 
 def _milliseconds(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def _microseconds(value: float) -> str:
+    return f"{value:,.0f} µs"
+
+
+def _times(value: float) -> str:
+    return f"{value:.1f} x"
 
 
 def _seconds(value: float) -> str:

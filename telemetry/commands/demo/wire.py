@@ -48,11 +48,29 @@ class Regroup(NamedTuple):
     tokens: dict[int, list[int]]
 
 
+class Compared(NamedTuple):
+    """How long one worker took over a sum of shares with Arena, and over the same with gloo."""
+
+    arena_s: float
+    gloo_s: float
+
+
+class Summed(NamedTuple):
+    """Which way Arena added up the shares of a step, and how that compares, if the step was one to compare in."""
+
+    path: str
+    compared: Compared | None
+
+
 class Answer(NamedTuple):
-    """What one worker made of one step; lost when its group broke on the way, because a member died."""
+    """What one worker made of one step; lost when its group broke on the way, because a member died.
+
+    A worker alone has nothing to add up.
+    """
 
     step: int
     epoch: int
     tokens: dict[int, int]
     digests: dict[int, int]
     lost: bool
+    summed: Summed | None = None

@@ -9,21 +9,21 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import time
-from datetime import timedelta
+from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from arena import Handle, MessageQueue, QueueConfig
 from arena.errors import PeerDied, QueueClosed
+from telemetry.commands.demo.collective import Collective, GroupBroken
 from telemetry.commands.demo.layer import Layer, digest, sample
-from telemetry.commands.demo.wire import Answer, Prefill, Ready, Regroup, Step
+from telemetry.commands.demo.wire import Answer, Prefill, Ready, Regroup, Step, Summed
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=10)
 PR_SET_PDEATHSIG = 1
 
 
@@ -49,13 +49,14 @@ def work(post: Post, engine: Connection) -> None:
             MessageQueue(1, 1, config=post.answers) as answers,
         ):
             engine.send(answers.export_handle())
-            worker = Worker(post.rank)
-            worker.regroup(Regroup(0, list(range(post.readers)), post.rendezvous, {}))
-            answers.enqueue(Ready(post.rank))
-            _serve(worker, steps, answers, post.late_s)
+            with closing(Worker(post.rank)) as worker:
+                worker.regroup(Regroup(0, list(range(post.readers)), post.rendezvous, {}))
+                answers.enqueue(Ready(post.rank))
+                _serve(worker, steps, answers, post.late_s)
     except (QueueClosed, PeerDied):
         pass
-        pass
+    except GroupBroken as broken:
+        print(f"arena demo: {broken}", file=sys.stderr)
 
 
 def _serve(worker: Worker, steps: MessageQueue, answers: MessageQueue, late_s: float) -> None:
@@ -74,15 +75,18 @@ class Worker:
         self.epoch = 0
         self.ranks: list[int] = []
         self.layer = Layer(0, 1)
-        self.broken = False
+        self.collective: Collective | None = None  # none for a worker alone, or in a group that broke
         self.tokens: dict[int, tuple[int, int]] = {}  # request: its last token, and where that stands
 
     def take(self, message: Step | Regroup) -> Answer | None:
         """Do what the engine says; only a step has an answer."""
-        if isinstance(message, Regroup):
+        if isinstance(message, Step):
+            return self.answer(message)
+        try:
             self.regroup(message)
-            return None
-        return self.answer(message)
+        except GroupBroken:
+            pass  # one more died: the answers say that they are lost, until the engine has noticed
+        return None
 
     def regroup(self, order: Regroup) -> None:
         """Take a new share of the layer among those that are left, and forget what they had not confirmed."""
@@ -90,45 +94,38 @@ class Worker:
         part, parts = order.ranks.index(self.rank), len(order.ranks)
         self.layer = Layer(part, parts)
         self.tokens = {request: (tokens[-1], len(tokens) - 1) for request, tokens in order.tokens.items()}
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.close()
         if parts > 1:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{order.rendezvous}",
-                rank=part,
-                world_size=parts,
-                timeout=COLLECTIVE_TIMEOUT,
-            )
-        self.broken = False
+            self.collective = Collective(part, parts, order.rendezvous)
+
+    def close(self) -> None:
+        """Leave the group."""
+        collective, self.collective = self.collective, None
+        if collective is not None:
+            collective.close()
 
     def answer(self, step: Step) -> Answer:
         """Run the layer for every request of the step, and sample a token for each."""
-        requests = [prefill.request for prefill in step.prefills] + step.decodes
-        if self.broken:
+        if self.collective is None and len(self.ranks) > 1:  # broken: nothing is known of the tokens in between
             return Answer(step.number, self.epoch, {}, {}, lost=True)
+        requests = [prefill.request for prefill in step.prefills] + step.decodes
         states = [self._first_state(prefill) for prefill in step.prefills]
         states += [self.layer.token_state(*self.tokens[request]) for request in step.decodes]
-        output = self.layer.partial_sum(torch.stack(states))
-        if not self._add_up(output):
+        try:
+            output, summed = self._add_up(self.layer.partial_sum(torch.stack(states)), step.number)
+        except GroupBroken:
+            self.close()
             return Answer(step.number, self.epoch, {}, {}, lost=True)
         tokens = dict(zip(requests, sample(output), strict=True))
         self._remember(step, tokens)
-        return Answer(step.number, self.epoch, tokens, self._digests(step), lost=False)
+        return Answer(step.number, self.epoch, tokens, self._digests(step), lost=False, summed=summed)
 
     def _first_state(self, prefill: Prefill) -> Tensor:
         picture = None if prefill.pixels is None else self.layer.embed_picture(prefill.pixels)
         return self.layer.prompt_state(prefill.prompt, picture)
 
-    def _add_up(self, output: Tensor) -> bool:
-        """Sum the shares of all workers in place; False when a member of the group is gone."""
-        if len(self.ranks) == 1:
-            return True
-        try:
-            dist.all_reduce(output)
-        except RuntimeError:
-            self.broken = True
-        return not self.broken
+    def _add_up(self, share: Tensor, step: int) -> tuple[Tensor, Summed | None]:
+        return (share, None) if self.collective is None else self.collective.add_up(share, step)
 
     def _remember(self, step: Step, tokens: dict[int, int]) -> None:
         for request in step.finished:
