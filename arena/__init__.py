@@ -15,14 +15,17 @@ from arena.peers import Handle
 
 if TYPE_CHECKING:
     from arena.allreduce import AllReduce
+    from arena.transfer import record_stream
 
-__all__ = ["AllReduce", "Handle", "MessageQueue", "QueueConfig", "Statistics"]
+__all__ = ["AllReduce", "Handle", "MessageQueue", "QueueConfig", "Statistics", "record_stream"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "AllReduce":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "record_stream":
+        return import_module("arena.transfer").record_stream
+    if name != "AllReduce":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import_module("arena.operator")
     return import_module("arena.allreduce").AllReduce

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from arena import layout, memory
 from arena.errors import OutOfMemory
@@ -28,6 +28,9 @@ from arena.peers import MAX_SEGMENTS, Seat
 from arena.probe import Probe
 from arena.state import Block as BlockState
 from arena.state import Peer, move
+
+if TYPE_CHECKING:
+    from arena.gate import Gate
 
 _HEADROOM_SHARE: Final = 2  # a new segment may take at most 1/2 of what the host or cgroup has left
 _LENT_BIT: Final = 1 << 63
@@ -125,6 +128,7 @@ class BlockPool:
         self._free_entries: list[int] = []
         self._next_entry = 0
         self._exported: dict[Block, weakref.ref[object]] = {}  # those that a tensor of the writer's lives on
+        self._gates: dict[Block, Gate] = {}  # of such tensors' blocks, where a device may still be writing to one
         self.used_bytes = 0
         self.used_max_bytes = 0
         self.size_bytes = 0
@@ -172,6 +176,10 @@ class BlockPool:
         view, owner = block.segment.segment.mapping.exported(block.offset, block.nbytes)
         self._exported[block] = weakref.ref(owner)
         return view
+
+    def guard(self, block: Block, gate: Gate) -> None:
+        """A device may fill an exported block: when the tensor dies, drop the block once that has passed, too."""
+        self._gates[block] = gate
 
     def find(self, address: int, nbytes: int) -> tuple[Block, int] | None:
         """The block that an address range of this process lies in, and the offset in its segment."""
@@ -221,6 +229,10 @@ class BlockPool:
     def collect(self) -> None:
         """Take back what readers gave back, what the dead held, and what the writer's own tensors left."""
         for block in [block for block, tensor in self._exported.items() if tensor() is None]:
+            if self._gates and block in self._gates:
+                if not self._gates[block].has_passed():
+                    continue
+                del self._gates[block]
             del self._exported[block]
             self.drop(block)
         for hold in [hold for hold in self._outstanding.values() if self._is_back(hold)]:
@@ -291,6 +303,7 @@ class BlockPool:
         self._outstanding = {}
         self._entries = {}
         self._exported = {}
+        self._gates = {}
         self._hand_over = _nowhere  # the callback holds the queue, which should go with its last reference
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────

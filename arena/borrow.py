@@ -7,18 +7,30 @@ the store to `consumed`, from which on a message's holds are in its reader's han
 The callback runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock. So it is one look
 and one aligned store, and the writer looks for it when it next needs room. An interrupt within it is lost, and with it
 the store (Python reports what a callback raises, and goes on); `sweep` makes up for that.
+
+A hold whose bytes a device may still read has a *gate*, and goes back by way of it (`arena.gate`).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from arena import memory
+from arena.device import copies_in_use
 from arena.errors import CorruptFrame
 from arena.memory import Mapping, Segment, Words
+
+if TYPE_CHECKING:
+    import torch
+
+    from arena.device import Copies
+    from arena.gate import DeviceLog, Gate
+    from arena.pin import Pins
 
 
 class Borrower:
@@ -33,11 +45,14 @@ class Borrower:
         max_holds: int,
         *,
         views: str,
+        pin: str = "auto",
+        log: DeviceLog | None = None,
     ) -> None:
         self._segment = segment
         self._drop_segment = drop_segment
-        self._consumed = consumed
         self._returned = returned
+        self.log = log
+        self._home = _Home(consumed, returned, self, pin)
         self._max_holds = max_holds
         self._views = views
         self._mappings: dict[int, Mapping] = {}
@@ -51,12 +66,44 @@ class Borrower:
         number, offset, nbytes, hold, generation = words
         self._check_hold(hold, generation)
         view, owner = self._mapping(number).exported(offset, nbytes)
-        lease = _Lease(owner, _give_back)
-        lease.consumed, lease.sequence = self._consumed, sequence
-        lease.returned, lease.hold, lease.generation = self._returned, hold, generation
+        lease = Lease(owner, _give_back)
+        home = self._home
+        lease.home = home
+        lease.sequence = sequence
+        lease.words = words
+        lease.gate = None
         lease.epoch = memory.fork_epoch()
         _leases[id(lease)] = lease
+        if home.pins is not None:  # looked at with the lease in its place: see `use`
+            _remember_stream(lease)
         return view
+
+    def use(self, copies: Copies) -> None:
+        """This process uses a device: from now on segments are pinned, and whatever is borrowed has a gate.
+
+        What was borrowed before may be read by anything: nobody knows what its users queued, or will queue once its
+        segment is pinned. Such a lease is in its place by now, or its `borrow` sees the pins.
+        """
+        pins = self._home.use(copies)
+        for lease in list(_leases.values()):
+            if getattr(lease, "home", None) is self._home and lease.epoch == memory.fork_epoch():
+                owner = lease()  # lives while we are at it
+                if owner is not None:
+                    gate_of(lease).remember_everything(copies)
+        for number, mapping in list(self._mappings.items()):
+            pins.want(number, mapping)
+
+    def see_to_device(self) -> None:
+        """Begin to pin if this process has begun to use a device. Asked now and then, off the way of a message."""
+        if self._home.pins is None and self._home.policy != "off":
+            copies = copies_in_use()
+            if copies is not None:
+                self.use(copies)
+
+    @property
+    def pins(self) -> Pins | None:
+        """The segments as the device sees them; None while this process uses none."""
+        return self._home.pins
 
     def prefault(self, numbers: list[int]) -> None:
         """Map these segments now, with all their pages, rather than when a frame first names them."""
@@ -67,7 +114,7 @@ class Borrower:
     def sweep(self) -> None:
         """Give back what died while an interrupt kept the callback from doing it."""
         for lease in list(_leases.values()):
-            if lease.returned is self._returned and lease() is None:
+            if getattr(lease, "home", None) is self._home and lease() is None:
                 _give_back(lease)
 
     def close(self) -> None:
@@ -99,31 +146,139 @@ class Borrower:
             segment.close()
             mapping = self._mappings[number] = segment.mapping
             self._drop_segment(number)  # not before it is in its place: an interrupt must find it here or there
+            if self._home.pins is not None:
+                self._home.pins.want(number, mapping)
+            else:
+                self.see_to_device()
         return mapping
 
 
-class _Lease(weakref.ref[Any]):
+class _Home:
+    """Where a lease goes back to: its reader's words, which outlive the reader, and its device, if there is one."""
+
+    __slots__ = ("_borrower", "consumed", "pins", "policy", "returned")
+
+    def __init__(self, consumed: Words, returned: Words, borrower: Borrower, policy: str) -> None:
+        self.consumed = consumed
+        self.returned = returned
+        self.pins: Pins | None = None
+        self._borrower = weakref.ref(borrower)
+        self.policy = policy
+
+    @property
+    def _log(self) -> DeviceLog | None:
+        """Its page, for as long as the reader is there: a view that outlives it should not keep that mapped."""
+        borrower = self._borrower()
+        return None if borrower is None else borrower.log
+
+    def use(self, copies: Copies) -> Pins:
+        """The pins, made at the first call."""
+        from arena.pin import Pins
+
+        if self.pins is None:
+            with _making:
+                if self.pins is None:
+                    self.pins = Pins(copies, self.policy, self._log)
+        return self.pins
+
+    def pinned(self, copies: Copies) -> Pins:
+        """The pins, of every segment there is."""
+        borrower = self._borrower()
+        if self.pins is None and borrower is not None:
+            borrower.use(copies)
+        return self.use(copies)
+
+    def new_gate(self, mapped: object) -> Gate:
+        """A gate for one of its leases."""
+        from arena.gate import Gate
+
+        return Gate(mapped, self._log)
+
+
+class Lease(weakref.ref[Any]):
     """A weak reference to the views of one hold, with all that giving it back takes, and nothing else."""
 
-    __slots__ = ("consumed", "epoch", "generation", "hold", "returned", "sequence")
+    __slots__ = ("epoch", "gate", "home", "sequence", "words")
 
-    consumed: Words
+    home: _Home
     sequence: int
-    returned: Words
-    hold: int
-    generation: int
+    words: tuple[int, int, int, int, int]
+    gate: Gate | None
     epoch: int
 
+    @property
+    def segment(self) -> int:
+        """The number of the segment that it is in."""
+        return self.words[0]
 
-_leases: dict[int, _Lease] = {}
+
+_leases: dict[int, Lease] = {}
 """Every lease not given back yet: a view may outlive its reader, and a weak reference must be kept to fire."""
 
+_making = threading.RLock()
+"""Two threads make one gate, not two. Never taken by a callback."""
 
-def _give_back(lease: _Lease) -> None:
+
+def _after_fork() -> None:
+    global _making  # noqa: PLW0603 - another thread may have had it at the fork
+    _making = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _give_back(lease: Lease) -> None:
     if getattr(lease, "epoch", None) != memory.fork_epoch():
         return  # a forked child's copy, neither its to give back nor mapped here; or interrupted before it was written
-    # A later hold of this number may be back already: our own word never goes down.
-    if lease.consumed[0] > lease.sequence and lease.returned[lease.hold] < lease.generation:
-        # SYNC POINT block-reusable (publish): the last view is dead before this store is seen
-        lease.returned[lease.hold] = lease.generation
+    home = lease.home
+    if home.consumed[0] > lease.sequence:
+        gate = lease.gate
+        if gate is not None and not gate.is_empty():
+            gate.view_died(partial(_give_back, lease))  # to come back here once it is
+            return
+        words, returned = lease.words, home.returned
+        hold, generation = words[3], words[4]
+        # A later hold of this number may be back already: our own word never goes down.
+        if returned[hold] < generation:  # noqa: PLR1730 - max() stores in any case
+            # SYNC POINT block-reusable (publish): the last view is dead, and no copy reads, before this store is seen
+            returned[hold] = generation
     _leases.pop(id(lease), None)
+
+
+# ── what a device reads ──────────────────────────────────────────────────────────────────────────
+def leases_of(tensor: torch.Tensor) -> list[Lease]:
+    """The leases that a living tensor's memory is in: none for one that is not in the arena, two for a tensor that
+    came in two messages."""
+    address, epoch = tensor.untyped_storage().data_ptr(), memory.fork_epoch()
+    found = []
+    for lease in list(_leases.values()):
+        owner = lease()
+        if owner is not None and getattr(lease, "epoch", None) == epoch:
+            start = memory.address_of(owner) + lease.words[1]
+            if start <= address < start + lease.words[2]:
+                found.append(lease)
+    return found
+
+
+def gate_of(lease: Lease) -> Gate:
+    """The gate of a lease whose view lives, made at the first call."""
+    with _making:
+        if lease.gate is None:
+            owner = lease()
+            assert owner is not None, "whoever asks for a gate has the view"
+            lease.gate = lease.home.new_gate(owner.mapped)
+        return lease.gate
+
+
+def pins_of(lease: Lease, copies: Copies) -> Pins:
+    """How its reader's segments stand with the device that this process uses."""
+    return lease.home.pinned(copies)
+
+
+def _remember_stream(lease: Lease) -> None:
+    """The plain ``.to(device, non_blocking=True)``: most likely it is queued where its thread queues things now."""
+    assert lease.home.pins is not None
+    copies = lease.home.pins.copies
+    stream = copies.current_stream()
+    if stream is not None:
+        gate_of(lease).remember(copies, stream)

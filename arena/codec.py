@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from arena.device import Copies, copies_from
 from arena.errors import ArenaError, CorruptFrame, EncodeFailed
 from arena.layout import HOLD, HOLD_BYTES
 from arena.memory import copy_bytes, copy_from, view_of
@@ -103,6 +104,41 @@ class TensorSource(Source):
         storage = self._tensor.untyped_storage()
         flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.set_(storage, address - storage.data_ptr(), (self.nbytes,), (1,))
+
+
+class DeviceSource(Source):
+    """Bytes to be moved, from a tensor on a device: by its own copy engine, straight to where they will be read."""
+
+    __slots__ = ("_copies", "_kept", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
+        self._tensor = tensor.detach()
+        self._copies = copies
+        self._kept: torch.Tensor | None = None
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.address = None
+
+    @property
+    def copies(self) -> Copies:
+        """Who copies."""
+        return self._copies
+
+    def write_to(self, target: memoryview) -> None:
+        """The one copy, after what is queued on the current stream. Done when this returns: readers may look."""
+        import torch
+
+        flat = torch.frombuffer(target, dtype=self._tensor.dtype, count=self._tensor.numel())
+        self._copies.to_host(self._tensor, flat.view(self._tensor.shape))
+
+    def piece(self) -> memoryview:
+        """The bytes in one piece."""
+        import torch
+
+        if self._kept is None:
+            self._kept = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="cpu")
+            if self.nbytes:
+                self._copies.to_host(self._tensor, self._kept)
+        return view_of(self._kept.data_ptr(), self.nbytes)
 
 
 Piece = bytes | memoryview
@@ -231,7 +267,7 @@ class Encoder:
         if (
             not plain
             or tensor.layout is not torch.strided
-            or tensor.device.type != "cpu"
+            or not (tensor.is_cpu or copies_from(tensor) is not None)
             or tensor.is_quantized
             or tensor.__dict__
         ):
@@ -270,7 +306,7 @@ def _lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) 
     """Decide which bytes travel for each tensor, and where in them it lies."""
     by_storage: dict[int, list[_Placed]] = {}
     for number, tensor in tensors:
-        if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
+        if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
             _gather(message, number, tensor)
         else:
             storage = tensor.untyped_storage().data_ptr() if len(tensors) > 1 else 0
@@ -336,7 +372,11 @@ def _gather(message: Message, number: int, tensor: torch.Tensor) -> None:
         stride.append(step)
         step *= max(n, 1)
     message.specs[number] = (len(message.sources), _spec(tensor, 0, tuple(reversed(stride))))
-    message.sources.append(TensorSource(tensor, tensor.numel() * tensor.element_size(), address=None))
+    copies = copies_from(tensor)
+    if copies is not None:
+        message.sources.append(DeviceSource(tensor, copies))
+    else:
+        message.sources.append(TensorSource(tensor, tensor.numel() * tensor.element_size(), address=None))
 
 
 def _spec(tensor: torch.Tensor, offset: int, stride: tuple[int, ...]) -> Spec:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 VIEWS: Final = ("readonly", "shared", "private")
 ON_READER_DEATH: Final = ("raise", "continue")
+PIN: Final = ("auto", "required", "off")
 _LARGEST: Final = 1 << 46
 _NAME_BYTES: Final = 200  # a memfd carries the name, and may have 249 bytes
 _PREFIX: Final = "ARENA_"
@@ -40,6 +41,9 @@ class QueueConfig:
         prefault: make the first segment at the start, and every segment with all its pages at once; readers map what
             is there when they attach.
         huge_pages: back large blocks with huge pages where the kernel can (MADV_COLLAPSE).
+        pin: how segments are registered with a device, so that it copies from them by itself. "auto": once a process
+            uses a device, in the background, and where it can't be, copies go the slow way, counted; "required":
+            `to_device` waits for it, and raises where it can't be; "off": not at all.
         on_reader_death: "raise" tells the writer once per death, before it sends; "continue" only counts it.
         probes: keep a probe page for telemetry.
         stall_warning_s: a wait for a slot that lasts this long is reported through `on_warning`, once.
@@ -57,6 +61,7 @@ class QueueConfig:
     views: str = "readonly"
     prefault: bool = False
     huge_pages: bool = True
+    pin: str = "auto"
     on_reader_death: str = "raise"
     probes: bool = True
     stall_warning_s: float = 1.0
@@ -73,7 +78,7 @@ class QueueConfig:
             ("max_holds", 1, 1 << 20),
         ):
             _check_int(name, getattr(self, name), least, most)
-        for name, choices in (("views", VIEWS), ("on_reader_death", ON_READER_DEATH)):
+        for name, choices in (("views", VIEWS), ("pin", PIN), ("on_reader_death", ON_READER_DEATH)):
             if getattr(self, name) not in choices:
                 raise _refused(name, "is none of its choices", " or ".join(map(repr, choices)), getattr(self, name))
         if self.slot_bytes % 64:

@@ -20,6 +20,7 @@ __all__ = [
     "OperandMismatch",
     "OutOfMemory",
     "PeerDied",
+    "PinFailed",
     "QueueClosed",
     "QueueTimeout",
     "RankMissing",
@@ -151,6 +152,18 @@ class RankMissing(ArenaError, TimeoutError):
 
 class SetUpFailed(ArenaError, RuntimeError):
     """A collective set-up came to nothing, on every rank for the same reason."""
+
+
+class PinFailed(ArenaError, RuntimeError):
+    """A segment could not be registered with the device, and ``pin="required"`` asks for it.
+
+    Attributes:
+        reason: memlock_limit, already_registered, unsupported, no_device or driver.
+    """
+
+    def __init__(self, summary: str, *, reason: str = "", **parts: str) -> None:
+        super().__init__(summary, **parts)
+        self.reason = reason
 
 
 class OutOfMemory(ArenaError, MemoryError):

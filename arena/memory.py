@@ -184,7 +184,8 @@ class Futex:
 _writable_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
-def _unmap(address: int, nbytes: int) -> None:
+def unmap(address: int, nbytes: int) -> None:
+    """End a mapping. For whoever took that over with `Mapping.leave_unmapping_to`; all others just drop its buffers."""
     _libc.munmap(address, nbytes)
 
 
@@ -196,7 +197,7 @@ def _os_error(summary: str) -> OutOfMemory:
 class Mapping:
     """One mapped range of a segment, unmapped when the last buffer taken from it is gone."""
 
-    __slots__ = ("__weakref__", "_buffer_type", "_root", "address", "nbytes", "writable")
+    __slots__ = ("__weakref__", "_buffer_type", "_root", "_unmapping", "address", "nbytes", "writable")
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
         self.nbytes = nbytes
@@ -207,7 +208,8 @@ class Mapping:
         buffer_type: Any = type("SharedBytes", (ctypes.c_ubyte * nbytes,), {})
         self._buffer_type = buffer_type
         self._root = buffer_type.from_address(self.address)
-        weakref.finalize(self._root, _unmap, self.address, nbytes).atexit = False
+        self._unmapping = weakref.finalize(self._root, unmap, self.address, nbytes)
+        self._unmapping.atexit = False
         if writable:
             # A forked child must not be able to write a frame; see `_hold_inherited_ranges`.
             _libc.madvise(self.address, nbytes, _MADV_DONTFORK)
@@ -248,6 +250,20 @@ class Mapping:
         owner = self._buffer_type.from_address(self.address)
         owner.mapped = self._root
         return memoryview(owner).cast("B")[offset:end], owner
+
+    def leave_unmapping_to(self, take: Callable[..., object]) -> None:
+        """When the last buffer goes, call ``take(address, nbytes)`` instead of unmapping: it is to do that then.
+
+        For pages that a device knows of. `take` runs wherever that buffer dies, so it must not block, lock or raise.
+        """
+        ours, self._unmapping = self._unmapping, weakref.finalize(self._root, take, self.address, self.nbytes)
+        self._unmapping.atexit = False
+        ours.detach()
+
+    @property
+    def root(self) -> object:
+        """What keeps the range mapped, for whoever has to keep it so without a buffer."""
+        return self._root
 
     def collapse(self, offset: int, nbytes: int) -> bool:
         """Back the range with huge pages, zeroed; False where the kernel can't (the range works all the same).
@@ -476,6 +492,11 @@ def copy_bytes(target: memoryview, source: Any) -> None:
             _release_buffer(ctypes.byref(here))
     finally:
         _release_buffer(ctypes.byref(there))
+
+
+def address_of(exporter: Any) -> int:
+    """Where the memory of an object from `Mapping.exported` begins: its mapping's first byte."""
+    return ctypes.addressof(exporter)
 
 
 _view_of = ctypes.pythonapi.PyMemoryView_FromMemory

@@ -67,6 +67,7 @@ class Statistics:
     holds_reclaimed: int = 0
     parks: int = 0
     missed_wakes: int = 0
+    pins: dict[int, str] = field(default_factory=dict)
 
 
 class MessageQueue:
@@ -202,7 +203,8 @@ class MessageQueue:
 
         Args:
             obj: anything picklable. CPU tensors, numpy arrays and other large buffers are copied once, into shared
-                memory, and reach the readers without a further copy.
+                memory, and reach the readers without a further copy. A GPU tensor is copied there by its GPU, behind
+                what is queued on the current stream, and reaches the readers as a CPU tensor.
             timeout: seconds to wait for a slot; None waits as long as it takes.
 
         Raises:
@@ -233,6 +235,24 @@ class MessageQueue:
             DecodeFailed: unpickling raised. The message is consumed.
         """
         raise self._wrong_end("dequeue", "reader")
+
+    def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
+        """The message with its tensors on a device, at the speed of its own copy engine where their memory is pinned.
+
+        The original may be dropped at once: its blocks go back when the copies have passed. Dicts, lists, tuples and
+        dataclasses are made anew around the tensors, all else is the same object. A copy is ordered like any work on
+        its stream; whoever uses the result on another one has to wait, as always in torch.
+
+        Args:
+            message: a tensor, or anything with tensors in it.
+            device: where to.
+            stream: on which the copies are queued; by default the calling thread's current one of that device.
+
+        Raises:
+            InvalidArgument: a graph is being captured on that stream.
+            PinFailed: a segment can't be pinned, and ``pin="required"``.
+        """
+        raise self._wrong_end("to_device", "reader")
 
     def broadcast_object(self, obj: object = None) -> Any:
         """`enqueue` at the writer, `dequeue` at a reader; returns the object at both."""

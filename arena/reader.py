@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import secrets
 import struct
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from arena import layout, memory
 from arena.assembly import Assembly
@@ -26,6 +28,7 @@ from arena.errors import (
     QueueClosed,
     QueueTimeout,
 )
+from arena.gate import device_log
 from arena.layout import HEAD_SENT_NS, KIND_INLINE, WRITER_PARKED
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
@@ -37,6 +40,9 @@ from arena.probe.page import L_SEQUENCE
 from arena.ring import ReaderRing
 from arena.state import Endpoint, move
 from arena.wait import Waiter, deadline_after
+
+if TYPE_CHECKING:
+    import torch
 
 _HOLD: Final = struct.Struct(layout.HOLD)
 _TABLE_SLACK_BYTES: Final = 1 << 30  # what tables, specs and padding may add to a message's own bytes
@@ -54,6 +60,7 @@ class Reader(MessageQueue):
         "_borrower",
         "_consumed",
         "_consumed_futex",
+        "_device_log",
         "_directory",
         "_handle",
         "_heads",
@@ -100,6 +107,7 @@ class Reader(MessageQueue):
         self._parked = control.mapping.words(layout.LIVE_OFFSET + layout.READER_PARKED * layout.WORD, 1)
         self._consumed_futex = control.mapping.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
         returned = control.mapping.words(geometry.returned_offset, geometry.max_holds)
+        self._device_log = device_log(self._probe)
         self._borrower = Borrower(
             self._attachment.segment,
             self._attachment.drop_segment,
@@ -107,6 +115,8 @@ class Reader(MessageQueue):
             returned,
             geometry.max_holds,
             views=handle.views,
+            pin=handle.pin,
+            log=self._device_log,
         )
         if handle.prefault:
             self._borrower.prefault(self._attachment.segments())
@@ -309,6 +319,7 @@ class Reader(MessageQueue):
             raise self._closed()
         self._state = Endpoint.WAITING
         self._borrower.sweep()
+        self._borrower.see_to_device()
         if self._log is not None:
             self._log.waiting(self._wanted, now_ns)
         if self._ring.writer[layout.WRITER_CLOSED]:
@@ -450,6 +461,35 @@ class Reader(MessageQueue):
             remedy="the message is consumed; make its types importable here",
         )
 
+    # ── to the device ────────────────────────────────────────────────────────────────────────────
+    def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
+        import torch
+
+        from arena.transfer import Mover, map_tensors
+
+        self._refuse_forked()
+        return map_tensors(message, Mover(torch.device(device), stream, self._device_log, self._gated))
+
+    @contextlib.contextmanager
+    def _gated(self) -> Iterator[None]:
+        """While the caller waits for a copy that is not the device's own work."""
+        if self._state is not Endpoint.WORKING:  # another thread has the endpoint, and says what it does
+            yield
+            return
+        self._state = move(self._state, "gate")
+        if self._probe is not None:
+            self._probe.proceeding(Endpoint.GATE, _monotonic_ns())
+        try:
+            yield
+        finally:
+            self._leave_gate()
+
+    def _leave_gate(self) -> None:
+        if self._state is Endpoint.GATE:
+            self._state = move(self._state, "proceed")
+            if self._probe is not None:
+                self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
+
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
     def broadcast_object(self, obj: object = None) -> Any:
         return self.dequeue()
@@ -486,6 +526,7 @@ class Reader(MessageQueue):
             starved_s=self._waiter.waited_ns / 1e9,
             parks=self._waiter.parks,
             missed_wakes=self._waiter.missed_wakes,
+            pins=self._borrower.pins.described() if self._borrower.pins is not None else {},
         )
 
     def __repr__(self) -> str:

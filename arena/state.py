@@ -1,6 +1,6 @@
 """Every legal move, as one table: the code moves by it, the README draws it, the tests use it as oracle.
 
-Four small machines run Arena. A move that is not in the table is a bug in Arena, never a state to cope with.
+Five small machines run Arena. A move that is not in the table is a bug in Arena, never a state to cope with.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ class Message(_State):
     OWED_ABORT = 2  # the writer gave up half-way; readers must hear of it before the next message
 
 
+class Pin(_State):
+    """A segment of the arena, as one process's device sees it."""
+
+    UNPINNED = 0
+    PINNING = 1
+    PINNED = 2
+    FAILED = 3  # for a reason that is kept with it; copies go the slow way
+
+
 State = TypeVar("State", bound=IntEnum)
 
 MOVES: Final[tuple[tuple[IntEnum, str, IntEnum], ...]] = (
@@ -91,6 +100,9 @@ MOVES: Final[tuple[tuple[IntEnum, str, IntEnum], ...]] = (
     (Message.PARTIAL, "give up", Message.OWED_ABORT),
     (Message.PARTIAL, "abort", Message.NONE),
     (Message.OWED_ABORT, "abort", Message.NONE),
+    (Pin.UNPINNED, "want", Pin.PINNING),
+    (Pin.PINNING, "register", Pin.PINNED),
+    (Pin.PINNING, "refuse", Pin.FAILED),
 )
 
 # With the type: states of two machines are equal, as keys too, where their numbers are.

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from arena import layout, memory
-from arena.blocks import BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
+from arena.blocks import Block, BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
 from arena.claim import Claim
-from arena.codec import Encoder, HoldWords, Message, Piece, Source, build_payload
+from arena.codec import DeviceSource, Encoder, HoldWords, Message, Piece, Source, build_payload
 from arena.config import QueueConfig, check_readers, check_tensor, check_timeout
+from arena.device import Copies, copies_in_use
 from arena.errors import ArenaError, MessageTooLarge, NoReader, OutOfMemory, PeerDied, QueueTimeout
+from arena.gate import Gate
 from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.observe import Sending, WriterLog
 from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat
+from arena.pin import Pinned, Pins
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
 from arena.probe.page import L_SEQUENCE
@@ -60,6 +63,7 @@ class Writer(MessageQueue):
         "_message",
         "_next_look_ns",
         "_parked",
+        "_pins",
         "_pool",
         "_published",
         "_ring",
@@ -108,6 +112,7 @@ class Writer(MessageQueue):
                 self._directory, SOCKET, self._handle, self._roster, self._handed.copy, self._note_attach
             )
             undo.pop_all()
+        self._pins: Pins | None = None  # until a device is to copy to or from our memory
         self._encoder = Encoder()
         self._encode = self._encoder.encode
         self._waiter = Waiter(n_reader + 1)
@@ -200,6 +205,7 @@ class Writer(MessageQueue):
             max_arena_bytes=self.config.max_arena_bytes,
             prefault=self.config.prefault,
             probes=self.config.probes,
+            pin=self.config.pin,
         )
 
     def _hand_over(self, new: PoolSegment) -> bool:
@@ -410,6 +416,8 @@ class Writer(MessageQueue):
         try:
             if lent is not None:
                 return self._keep(self._take_room(self._pool.hold, lent[0], lent[1], source.nbytes))
+            if isinstance(source, DeviceSource):
+                return self._fetch(source, reasons)
             return self._keep(self._copy_to_block(source.nbytes, source.write_to))
         except NoRoom as no_room:
             reasons.add(no_room.reason)
@@ -450,6 +458,21 @@ class Writer(MessageQueue):
             return self._take_room(self._pool.hold, block, block.offset, nbytes)
         finally:
             self._pool.drop(block)
+
+    def _fetch(self, source: DeviceSource, reasons: set[str]) -> HoldWords:
+        """A tensor from a device, by DMA where the block is pinned: it is there when this returns."""
+        hold = self._copy_to_block(source.nbytes, source.write_to)
+        words = self._keep(hold)
+        if self.config.pin != "off" and self._pin(hold.block, source.copies).reason:  # the next one will be faster
+            reasons.add("pin_failed")
+        return words
+
+    def _pin(self, block: Block, copies: Copies) -> Pinned:
+        """See to it that a block's segment gets pinned; how that stands."""
+        if self._pins is None:
+            self._pins = Pins(copies, self.config.pin, None)
+        self._pins.want(block.segment.number, block.segment.segment.mapping)
+        return self._pins.state(block.segment.number)
 
     def _keep(self, hold: Hold) -> HoldWords:
         self._in_flight.append(hold)
@@ -577,7 +600,9 @@ class Writer(MessageQueue):
             try:
                 if self._pool.torn:
                     self._pool.repair(self._published[0])
-                exported = self._pool.export(self._take_room(self._pool.lend, nbytes))
+                block = self._take_room(self._pool.lend, nbytes)
+                exported = self._pool.export(block)
+                self._prepare_for_device(block)
             except NoRoom as no_room:
                 if self._log is not None:
                     self._log.fallback({no_room.reason}, self._published[0], nbytes)
@@ -597,6 +622,16 @@ class Writer(MessageQueue):
                 if self._closing:
                     self._finish()
         return torch.frombuffer(exported, dtype=wanted.dtype, count=wanted.numel()).view(wanted.shape)
+
+    def _prepare_for_device(self, block: Block) -> None:
+        """Where this process uses a device, a lent tensor is pinned: a copy may still fill it when it has died."""
+        copies = copies_in_use()
+        if copies is None or self.config.pin == "off":
+            return
+        self._pin(block, copies)
+        gate = Gate(None, None)
+        gate.remember(copies, copies.current_stream())
+        self._pool.guard(block, gate)
 
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
     def broadcast_object(self, obj: object = None) -> Any:
@@ -646,6 +681,7 @@ class Writer(MessageQueue):
             holds_reclaimed=self._pool.reclaimed,
             parks=self._waiter.parks,
             missed_wakes=self._waiter.missed_wakes,
+            pins={} if self._pins is None else self._pins.described(),
             **counted,
         )
 

@@ -43,7 +43,7 @@ def is_of_the_wrong_type(error: InvalidArgument, value: object) -> bool:
 
 def test_the_table_here_knows_every_field():
     fields = {field.name for field in dataclasses.fields(QueueConfig)}
-    assert fields == {*NUMBERS, *SWITCHES, "name", "views", "on_reader_death", "stall_warning_s", "run_dir"}
+    assert fields == {*NUMBERS, *SWITCHES, "name", "views", "pin", "on_reader_death", "stall_warning_s", "run_dir"}
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [(name, *bounds) for name, bounds in NUMBERS.items()])

@@ -56,7 +56,7 @@ def test_ci_is_executable():
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-@pytest.mark.parametrize("machine", [state.Endpoint, state.Peer, state.Block, state.Message])
+@pytest.mark.parametrize("machine", [state.Endpoint, state.Peer, state.Block, state.Message, state.Pin])
 def test_the_state_diagrams_are_those_of_the_table_that_the_code_moves_by(machine):
     assert f"### {machine.__name__}\n\n```mermaid\n{state.diagram(machine)}\n```" in README
 

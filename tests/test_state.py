@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arena.state import MOVES, Block, Endpoint, Message, Peer, diagram, move
+from arena.state import MOVES, Block, Endpoint, Message, Peer, Pin, diagram, move
 
-MACHINES = [Endpoint, Peer, Block, Message]
+MACHINES = [Endpoint, Peer, Block, Message, Pin]
 EVENTS = sorted({event for _, event, _ in MOVES})
 
 

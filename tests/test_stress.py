@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stress import gate
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -36,3 +38,13 @@ def test_messages_of_every_size_arrive_unchanged_and_leave_nothing(cpus):
     assert outcome["messages_by_path"]["block"] > 0
     assert outcome["messages_by_path"]["fragments"] > 0
     assert sum(outcome["messages_by_path"].values()) == 6000
+
+
+def test_no_block_is_reused_before_its_copies_have_passed(run_dir):
+    outcome = gate.run(1500, seed=1, gated=True)
+    assert (outcome["wrong"], outcome["held_at_end"], outcome["exit_code"]) == (0, 0, 0)
+    assert outcome["messages_by_path"]["block"] > 700
+
+
+def test_without_the_gate_that_run_finds_corrupted_bytes(run_dir):
+    assert gate.run(1500, seed=1, gated=False)["wrong"]

@@ -1,4 +1,4 @@
-"""The seam to a device: what an all-reduce path is, and how a device offers its paths.
+"""The seam to a device: what an all-reduce path is, how a device offers its paths, and how bytes get there and back.
 
 A *path* is one way to all-reduce, at one rank. It is set up together with the same path of the other ranks, and
 set-up may fail or hang on any of them. So a path never talks to another rank about its own set-up: `set_up` is a
@@ -8,12 +8,18 @@ votes and ranks that never come. The idea of a protocol as a generator without I
 (h11, wsproto).
 
 Stages run in a thread of set-up's own: whatever is current per thread, such as a CUDA device, is not.
+
+*Copies* are the other half. They go in the order of streams; a *passage* is a point in one, which has passed once
+everything queued before it is over. A copy takes its bytes by address, whenever its turn comes: nothing in Python
+keeps them alive until then. That is what the DMA gate is for (`arena.gate`), and the CPU's engine is as careless.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -155,3 +161,119 @@ def open_device(kind: str) -> Device:
         found=kind,
         remedy="move the tensors there",
     )
+
+
+# ── copies ───────────────────────────────────────────────────────────────────────────────────────
+Stream = Any
+"""Whatever the users of a kind of device call a stream: torch.cuda.Stream, or `arena.device.cpu.copies.CpuStream`."""
+
+
+class PinRefused(Exception):
+    """A range could not be registered, for one of `PIN_FAILURES`. It is as it was, and no error is left behind."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.text = text
+
+
+class Passage(Protocol):
+    """A point in a stream, or in all of them."""
+
+    def passed(self) -> bool:
+        """Whether everything queued before it is over. Never waits.
+
+        A device that is lost says yes: nothing of it runs any more.
+        """
+
+    def wait(self) -> None:
+        """Wait until it has passed, without the GIL."""
+
+
+class Copies(Protocol):
+    """How bytes get to a kind of device and back. One object serves the process, from any of its threads.
+
+    Attributes:
+        kind: the torch device type.
+    """
+
+    kind: str
+
+    def in_use(self) -> bool:
+        """Whether this process has begun to use the device. Finding out does not make it begin."""
+
+    def enter_helper(self) -> None:
+        """Called once by a thread that will record, ask and register, while others may be capturing a graph."""
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        """The calling thread's current stream on that device, by default on its current one.
+
+        None where whatever is queued is over at once; a stream of None, in the other calls, means that one.
+        """
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether what is queued there now is only written down, for a graph."""
+
+    def record(self, stream: Stream) -> Passage:
+        """The point that the stream has come to."""
+
+    def record_everything(self) -> Passage:
+        """The point that every stream of the process has come to. Can't fail: nothing runs on a device that is lost."""
+
+    def to_device(self, source: torch.Tensor, device: torch.device, stream: Stream, *, pinned: bool) -> torch.Tensor:
+        """Queue a copy of a CPU tensor. Unless `pinned`, the source has been read when the call returns."""
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Fill a CPU tensor of the same shape, after what is queued on the current stream; done on return."""
+
+    def register(self, address: int, nbytes: int, *, writable: bool) -> None:
+        """Tell the device of a range of host memory, so that it may copy from there by itself.
+
+        Raises:
+            PinRefused: with the reason.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`.
+
+        Raises:
+            PinRefused: the range may still be registered, so it must stay mapped.
+        """
+
+
+COPIES: Final = {"cuda": "arena.device.cuda.copies", "cpu": "arena.device.cpu.copies"}
+"""The module of each kind of copies; there they are its ``COPIES``."""
+
+
+def open_copies(kind: str) -> Copies:
+    """The copies of this kind of device. Nothing is loaded before it is asked for, and nothing begins to be used.
+
+    Raises:
+        InvalidArgument: there is no such kind.
+    """
+    module = COPIES.get(kind)
+    if module is None:
+        raise InvalidArgument(
+            f"Arena has no copies to {kind!r}",
+            expected=" or ".join(DEVICES),
+            found=kind,
+            remedy="use the tensor's own .to(), without non_blocking, before the tensor goes",
+        )
+    copies: Copies = import_module(module).COPIES
+    return copies
+
+
+def copies_in_use() -> Copies | None:
+    """The copies of the device that this process has begun to use. Loads nothing for a process that uses none."""
+    for module, kind in (("torch.cuda", "cuda"), ("arena.device.cpu.copies", "cpu")):
+        loaded = sys.modules.get(module)
+        begun = getattr(loaded, "is_initialized", None)  # absent while the module is being loaded
+        if begun is not None and begun():
+            return open_copies(kind)
+    return None
+
+
+def copies_from(tensor: torch.Tensor) -> Copies | None:
+    """How to get a tensor of a device to the host; None if it is there, or nobody knows."""
+    kind = tensor.device.type
+    return open_copies(kind) if kind != "cpu" and kind in COPIES else None

@@ -40,6 +40,7 @@ class Handle:
     max_arena_bytes: int
     prefault: bool
     probes: bool
+    pin: str = "auto"
 
     def check(self) -> None:
         """Refuse a handle of another Arena.

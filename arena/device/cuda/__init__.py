@@ -9,6 +9,8 @@ else.
     streams     one communicator, one stream                       watch     who died while a kernel waited
     symmetric   torch's symmetric memory                           nccl      the fallback
     measure     time in a graph, and what to hold it against
+
+And the way there, for `arena.transfer`: `copies` by the GPU's own engines, and `pins`, the host memory they may read.
 """
 
 from __future__ import annotations

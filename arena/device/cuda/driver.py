@@ -17,7 +17,11 @@ IPC_HANDLE_BYTES: Final = 64
 
 
 class DriverError(RuntimeError):
-    """The driver refused."""
+    """The driver refused, with this status; 0 if there is no driver."""
+
+    def __init__(self, text: str, status: int = 0) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class _IpcHandle(ctypes.Structure):
@@ -47,6 +51,38 @@ def version() -> str:
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def has_context(index: int) -> bool:
+    """Whether this process uses that GPU already; 0 is the first that it sees."""
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    _call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+    return active.value != 0
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is queued on a stream now becomes part of a graph."""
+    status = ctypes.c_int()
+    _call("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(status))
+    return status.value != 0
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Set how strictly this thread is held to other threads' captures; returns what it was."""
+    given = ctypes.c_int(mode)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(given))
+    return given.value
+
+
+def register(address: int, nbytes: int, flags: int) -> None:
+    """Lock pages of the host, and tell the driver of them."""
+    _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags))
+
+
+def unregister(address: int) -> None:
+    """Undo `register`. Waits for copies from there."""
+    _call("cuMemHostUnregister", ctypes.c_void_p(address))
 
 
 def allocate(size_bytes: int) -> int:
@@ -171,7 +207,7 @@ class Launch:
 def _call(name: str, *arguments: Any) -> None:
     status = getattr(_driver(), name)(*arguments)
     if status:
-        raise DriverError(_describe(name, status))
+        raise DriverError(_describe(name, status), status)
 
 
 def _describe(name: str, status: int) -> str:

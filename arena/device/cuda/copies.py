@@ -1,0 +1,137 @@
+"""Copies by the GPU's own engines, in the order of torch's streams."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from arena.device import Passage
+from arena.device.cuda import driver, pins
+from arena.device.cuda.streams import cuda
+
+_RELAXED: Final = 2
+
+
+class Relaxed:
+    """Around calls that the driver takes for unsafe while *another* thread captures a graph: they would end that.
+
+    They are not: nothing here waits for, or adds to, what is being captured.
+    """
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = driver.exchange_capture_mode(_RELAXED)
+
+    def __exit__(self, *error: object) -> None:
+        driver.exchange_capture_mode(self._mode)
+
+
+class CudaPassage:
+    """An event behind everything that was queued on a stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def passed(self) -> bool:
+        """See `arena.device.Passage`."""
+        try:
+            with Relaxed():
+                return bool(self._event.query())
+        except RuntimeError:  # the device is lost (AcceleratorError is one, too)
+            return True
+
+    def wait(self) -> None:
+        """See `arena.device.Passage`."""
+        self._event.synchronize()
+
+
+class _EveryStream:
+    """Everything that is queued on any GPU.
+
+    Streams of torch's pool don't order themselves behind any other, so there is only one way to find out, and that is
+    to wait. Only what was borrowed before this process used a GPU is waited for like this, and by the helper.
+    """
+
+    __slots__ = ()
+
+    def passed(self) -> bool:
+        """See `arena.device.Passage`; a capture under way forbids the wait, so it is tried again after that."""
+        try:
+            self.wait()
+        except RuntimeError as error:
+            return "captur" not in str(error)  # else the device is lost
+        return True
+
+    def wait(self) -> None:
+        """See `arena.device.Passage`."""
+        for index in range(torch.cuda.device_count()):
+            if driver.has_context(index):
+                torch.cuda.synchronize(index)
+
+
+class CudaCopies:
+    """See `arena.device.Copies`."""
+
+    kind = "cuda"
+
+    def in_use(self) -> bool:
+        """Since torch initialised CUDA, and not in a process that was forked after that."""
+        return bool(cuda.is_initialized())
+
+    def enter_helper(self) -> None:
+        """Make a context current, and stay out of the way of captures."""
+        driver.exchange_capture_mode(_RELAXED)
+        torch.cuda.set_device(_device_of_helper())
+        torch.cuda.current_stream().query()  # the runtime makes the context current with its first call
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        """See `arena.device.Copies`."""
+        return torch.cuda.current_stream(device)
+
+    def is_capturing(self, stream: Any) -> bool:
+        """See `arena.device.Copies`."""
+        return driver.is_capturing(stream.cuda_stream)
+
+    def record(self, stream: Any) -> Passage:
+        """See `arena.device.Copies`."""
+        event = cuda.Event()
+        event.record(stream)
+        return CudaPassage(event)
+
+    def record_everything(self) -> Passage:
+        """See `arena.device.Copies`."""
+        return _EveryStream()
+
+    def to_device(self, source: torch.Tensor, device: torch.device, stream: Any, *, pinned: bool) -> torch.Tensor:
+        """See `arena.device.Copies`."""
+        with torch.cuda.stream(stream):
+            made = torch.empty(source.shape, dtype=source.dtype, device=device)
+            return made.copy_(source, non_blocking=pinned)
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `arena.device.Copies`."""
+        with torch.cuda.device(source.device):
+            target.copy_(source, non_blocking=True)
+            event = cuda.Event(blocking=True)
+            event.record()
+            event.synchronize()
+
+    def register(self, address: int, nbytes: int, *, writable: bool) -> None:
+        """See `arena.device.Copies`."""
+        pins.register(address, nbytes, writable=writable)
+
+    def unregister(self, address: int) -> None:
+        """See `arena.device.Copies`."""
+        pins.unregister(address)
+
+
+COPIES: Final = CudaCopies()
+
+
+def _device_of_helper() -> int:
+    """A GPU that this process uses already: it should not get a context on another for the helper's sake."""
+    return next((index for index in range(torch.cuda.device_count()) if driver.has_context(index)), 0)

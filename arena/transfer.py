@@ -1,0 +1,140 @@
+"""A message's tensors to the device: walk the message, copy each tensor, and shut the gate of what it lies in."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arena import borrow
+from arena.device import Copies, Stream, copies_in_use, open_copies
+from arena.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from arena.gate import DeviceLog
+    from arena.pin import Pins
+
+
+class Mover:
+    """Copies tensors to one device, on one stream.
+
+    Args:
+        device: where to.
+        stream: on which; by default the calling thread's current one there.
+        log: counts the copies.
+        gated: called around a copy that keeps the caller waiting: it is not from pinned memory.
+    """
+
+    def __init__(self, device: torch.device, stream: Stream, log: DeviceLog | None, gated: Callable[[], Any]) -> None:
+        self._device = device
+        self._copies: Copies = open_copies(device.type)
+        self._stream = self._copies.current_stream(device) if stream is None else stream
+        self._log = log
+        self._gated = gated
+        if self._copies.is_capturing(self._stream):
+            raise InvalidArgument(
+                "a copy from the arena can't be part of a graph",
+                expected="a stream on which no graph is being captured",
+                found="one that is: each replay would read a block that has long been another message's",
+                remedy="move the message before the capture, into a tensor that stays, and copy_ into that later",
+            )
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor there. Whatever it lies in is not given back before it has been read."""
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor.to(self._device)
+        moved = self._copied(tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = tensor.detach()
+        leases = borrow.leases_of(source) if source.numel() else []
+        pinned = bool(leases) and self._is_pinned(leases) and source.is_contiguous()
+        if self._log is not None:
+            self._log.copied("pinned_async" if pinned else "pageable_sync")
+        if not pinned:
+            with self._gated():
+                return self._behind_gates(source, leases, pinned=False)
+        return self._behind_gates(source, leases, pinned=True)
+
+    def _is_pinned(self, leases: list[borrow.Lease]) -> bool:
+        in_use = copies_in_use()
+        if in_use is not self._copies:
+            return False
+        return all([self._is_segment_pinned(borrow.pins_of(lease, in_use), lease.segment) for lease in leases])
+
+    def _is_segment_pinned(self, pins: Pins, number: int) -> bool:
+        if not pins.waits(number):
+            return pins.state(number).is_pinned
+        with self._gated():
+            return pins.state(number).is_pinned
+
+    def _behind_gates(self, source: torch.Tensor, leases: list[borrow.Lease], *, pinned: bool) -> torch.Tensor:
+        if not leases:
+            return self._copies.to_device(source, self._device, self._stream, pinned=pinned)
+        with borrow.gate_of(leases[0]).copying(self._copies, self._stream):
+            return self._behind_gates(source, leases[1:], pinned=pinned)
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """Say that work on `stream` uses this tensor: its block is not reused before what is queued there when the tensor
+    dies is over. For copies of your own from a dequeued tensor; `to_device` sees to its own.
+
+    The meaning is that of `torch.Tensor.record_stream`, and a tensor on a device is handed on to that.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(stream)
+        return
+    copies = copies_in_use()
+    if copies is not None:  # else there is no stream that anything could be queued on
+        for lease in borrow.leases_of(tensor):
+            borrow.gate_of(lease).remember(copies, stream)
+
+
+def map_tensors(message: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The message with `move` called on each of its tensors, once for one that is in it twice.
+
+    Goes into dicts, lists, tuples and dataclasses, which are made anew with what is inside them; all else stays.
+    """
+    return _Walk(move)(message)
+
+
+class _Walk:
+    def __init__(self, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._move = move
+        self._done: dict[int, Any] = {}
+        self._kept: list[Any] = []  # an id says nothing once its object is gone
+
+    def __call__(self, item: Any) -> Any:
+        if id(item) in self._done:
+            return self._done[id(item)]
+        if isinstance(item, torch.Tensor):
+            return self._note(item, self._move(item))
+        if isinstance(item, tuple):
+            values = [self(value) for value in item]
+            return self._note(item, type(item)(*values) if hasattr(item, "_fields") else type(item)(values))
+        if isinstance(item, (dict, list)) or (dataclasses.is_dataclass(item) and not isinstance(item, type)):
+            made = self._note(item, copy.copy(item))  # noted before it is filled: it may contain itself
+            self._fill(made, item)
+            return made
+        return item
+
+    def _fill(self, made: Any, item: Any) -> None:
+        if isinstance(item, dict):
+            for key, value in item.items():
+                made[key] = self(value)
+        elif isinstance(item, list):
+            made[:] = [self(value) for value in item]
+        else:
+            for field in dataclasses.fields(item):
+                object.__setattr__(made, field.name, self(getattr(item, field.name)))
+
+    def _note(self, item: Any, made: Any) -> Any:
+        self._kept.append(item)
+        self._done[id(item)] = made
+        return made
