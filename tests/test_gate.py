@@ -118,7 +118,7 @@ def dma_gate(setting: TwoBlocks, how: str) -> None:
             time.sleep(0.01)
     finally:
         held.set()
-    setting.stream.synchronize()
+        setting.stream.synchronize()  # without a gate nothing else keeps the range mapped until it has been read
     for number, there in enumerate(moved):
         assert bool((there == number).all())
 
