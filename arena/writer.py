@@ -492,9 +492,12 @@ class Writer(MessageQueue):
         if kind != layout.KIND_FRAGMENT:
             self._hand_holds_over(sequence)
         self._ring.publish(sequence)
-        self._wake_readers()  # the call goes on, be it only to note what it did
         if self._log is not None:
             self._log.frame(sequence, now_ns)
+        if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT):
+            # The call goes on, and readers may sleep already. Of a whole message they hear at the end of the call:
+            # where cores are few, who is woken takes the writer's.
+            self._wake_readers()
 
     def _hand_holds_over(self, sequence: int) -> None:
         seats = list(self._roster.counted)

@@ -453,6 +453,7 @@ def test_bench_tensor_measures_each_case_in_its_own_yardstick(run_dir):
         ("first, 2 readers", "arena"),
         ("first, 2 readers", "arena, prefault"),
         ("lent, 2 readers", "arena, enqueue alone"),
+        ("lent, 2 readers", "one bare pickle, caches as cold"),
         ("1000 behind a large one", "one bare copy + the 1000 alone"),
         ("1000 behind a large one", "arena"),
     }
