@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SMALL_MESSAGES = 1000
 _SMALL_BYTES = 1000
-_WARM_UP_BYTES = 1 << 16
 _clock = time.monotonic_ns  # the same clock in every process of the host
 
 
@@ -190,7 +189,6 @@ def _answer_touches(messages: int, ends: Ends) -> None:
     import torch
 
     torch.set_num_threads(1)
-    touch(torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8))  # a worker that gets its first message has used torch before
     (receive,) = ends.receives
     for _ in range(messages):
         ends.send(touch(receive()))  # no name for the tensor: its memory is free before the answer leaves
