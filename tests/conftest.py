@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, Worker
+from tests.support.ranks import group
 
 
 @pytest.fixture
@@ -39,3 +40,17 @@ def require_program(name: str) -> str:
             pytest.fail(f"{reason}; .ci/run has to install it")
         pytest.skip(reason)
     return path
+
+
+@pytest.fixture
+def two(run_dir: Path, tmp_path: Path) -> Iterator[list[Worker]]:
+    """Two workers, joined in one process group."""
+    with group(2, tmp_path / "store") as workers:
+        yield workers
+
+
+@pytest.fixture
+def three(run_dir: Path, tmp_path: Path) -> Iterator[list[Worker]]:
+    """Three workers, joined in one process group."""
+    with group(3, tmp_path / "store") as workers:
+        yield workers

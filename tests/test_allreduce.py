@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from arena.joining import group_name
 from arena.plan import KIB, LARGEST, Plan, Row
 from arena.probe import ProbeReader, Role, collect_garbage, identity
 from arena.probe.directory import KEPT_DEAD, queue_directory
-from tests.support.fleet import Here, Worker, within
+from tests.support.fleet import Here, within
 from tests.support.ranks import close, group, make, together
 
 ALL = ("cpu_one_shot", "cpu_two_shot", "gloo")
@@ -33,18 +33,6 @@ CEILING = 512 * KIB  # of the one-shot at two ranks
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def two(run_dir, tmp_path) -> Iterator[list[Worker]]:
-    with group(2, tmp_path / "store") as workers:
-        yield workers
-
-
-@pytest.fixture
-def three(run_dir, tmp_path) -> Iterator[list[Worker]]:
-    with group(3, tmp_path / "store") as workers:
-        yield workers
 
 
 # --- dispatch -------------------------------------------------------------------------------------------------------

@@ -28,18 +28,6 @@ def ranks(request, run_dir, tmp_path) -> Iterator[list[Worker]]:
         yield workers
 
 
-@pytest.fixture
-def two(run_dir, tmp_path) -> Iterator[list[Worker]]:
-    with group(2, tmp_path / "store") as workers:
-        yield workers
-
-
-@pytest.fixture
-def three(run_dir, tmp_path) -> Iterator[list[Worker]]:
-    with group(3, tmp_path / "store") as workers:
-        yield workers
-
-
 def contribution(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers whose sum depends on the order in which they are added, where the dtype has such."""
     generator = torch.Generator().manual_seed(rank)

@@ -1,6 +1,5 @@
 """`arena doctor` explains a stall so that its reader can act, and is a health probe that always answers."""
 
-import ctypes
 import json
 import os
 import stat
@@ -16,7 +15,7 @@ from telemetry.commands.doctor import gpu, kernel, stacks
 from telemetry.commands.doctor.checks import Check, Level, of_machine
 from telemetry.commands.doctor.gpu import Gpus
 from telemetry.monitor.facts import ArenaFacts
-from tests.support.fleet import Fleet, Here, Worker, attach, create, enqueue, eventually
+from tests.support.fleet import Fleet, Worker, attach, beat, create, enqueue, eventually, hold_the_gil
 from tests.support.moments import moment, queue, reader
 from tests.support.terminal import ARENA, ROOT, Terminal
 from tests.support.traffic import take
@@ -44,18 +43,6 @@ def full_ring(fleet: Fleet, name: str = "steps") -> tuple[Worker, list[Worker]]:
     for rank, worker in enumerate(readers):
         worker.call(attach, handle, rank)
     return writer, readers
-
-
-def hold_the_gil(here: Here, seconds: int) -> None:
-    ctypes.PyDLL(None).sleep(seconds)
-
-
-def beat(here: Here, seconds: float) -> None:
-    """Case 5: long work, with a sign of life now and then."""
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        here.queue.heartbeat()
-        time.sleep(0.02)
 
 
 # --- what it says of a queue -----------------------------------------------------------------------------------------

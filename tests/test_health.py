@@ -1,6 +1,5 @@
 """Verdicts come from a window of looks, and from what can be seen of a process from outside."""
 
-import ctypes
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +8,7 @@ import pytest
 
 from telemetry.health import ENOUGH, GAP_NS, WINDOW_NS, History, Sign, Verdict, judge
 from telemetry.reader import Watcher
-from tests.support.fleet import Fleet, Here, Worker, attach, create, drain, enqueue, eventually
+from tests.support.fleet import Fleet, Worker, attach, beat, create, drain, enqueue, eventually, hold_the_gil
 
 SLOTS = 8
 
@@ -115,17 +114,6 @@ def stalled_pair(fleet: Fleet) -> tuple[Worker, Worker]:
 
 def verdict(history: History, watcher: Watcher) -> Verdict:
     return history.judge(watcher.look())["steps", 0]
-
-
-def hold_the_gil(here: Here, seconds: int) -> None:
-    ctypes.PyDLL(None).sleep(seconds)
-
-
-def beat(here: Here, seconds: float) -> None:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
-        here.queue.heartbeat()
-        time.sleep(0.02)
 
 
 def test_a_stopped_reader_is_stopped_at_the_first_look_and_ok_when_it_goes_on(fleet):

@@ -183,10 +183,6 @@ class ProbeReader:
         """When the page was made, by the wall clock."""
         return self._header[page.H_WALL_NS]
 
-    def wall_ns(self, monotonic_ns: int) -> int:
-        """A monotonic time of the owner's as wall-clock time."""
-        return self._header[page.H_WALL_NS] + monotonic_ns - self._header[page.H_MONOTONIC_NS]
-
     def now_ns(self) -> int:
         """The owner's monotonic time, now; from another time namespace, by the wall clock."""
         if self._same_clock:
@@ -264,10 +260,6 @@ class ProbeReader:
             return values, Wait(0, progress_ns, 0, (), None)
         alone = (wait_on - 1, alone_ns) if alone_ns and pending == (wait_on - 1,) else None
         return values, Wait(since_ns, progress_ns, sequence, pending, alone)
-
-    def publish_time(self, sequence: int) -> int:
-        """When `sequence` was published, by the writer's marks: 0 without any; see `published_at`."""
-        return published_at(self.marks(), sequence)
 
     def marks(self) -> list[tuple[int, int]]:
         """Sequences with the time of their publishing, sorted; see `published_at`."""

@@ -271,6 +271,19 @@ def shut_down(here: Here) -> None:
 
 
 # ── looking from outside ─────────────────────────────────────────────────────────────────────────
+def hold_the_gil(here: Here, seconds: int) -> None:
+    """A C call that nothing in its process interrupts."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def beat(here: Here, seconds: float) -> None:
+    """Case 5: long work, with a sign of life now and then."""
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        here.queue.heartbeat()
+        time.sleep(0.02)
+
+
 def eventually(condition: Callable[[], Any], *, within: float = A_WHILE_S, every: float = 0.005) -> Any:
     """Wait until `condition()` is true and return its value; fails with its last value at the deadline."""
     deadline = time.monotonic() + within

@@ -9,20 +9,10 @@ from arena.device import Place, SetUp
 from arena.device.cpu.board import Board
 from arena.device.cpu.path import check
 from arena.device.cpu.tag import Tag
+from arena.device.library import ANY_SIZE, DTYPES
 from arena.errors import CommunicatorClosed
 
-ANY_SIZE = 1 << 62
 _NARROW_FLOATS = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_e"))
-_DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
 
 
 class Gloo:
@@ -37,7 +27,7 @@ class Gloo:
 
     def declines(self, x: torch.Tensor) -> str | None:
         """See `ReducePath`."""
-        return None if x.dtype in _DTYPES or x.dtype in _NARROW_FLOATS else "dtype"
+        return None if x.dtype in DTYPES or x.dtype in _NARROW_FLOATS else "dtype"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See `ReducePath`.

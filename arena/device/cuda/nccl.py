@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import torch.distributed as dist
 
 from arena.device import Declined, Place, SetUp
-
-ANY_SIZE: Final = 1 << 62
-DTYPES: Final = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
+from arena.device.library import ANY_SIZE, DTYPES
 
 
 class Nccl:
