@@ -122,6 +122,9 @@ class _Log:
         probe.flush(now_ns)
 
 
+_ALLOWED_AT_ONCE_NS: Final = 1_000_000_000
+
+
 class Sending:
     """A sampled message on its way: the context that goes with it, and what its span will need."""
 
@@ -139,6 +142,7 @@ class WriterLog(_Log):
     """What the writer records."""
 
     __slots__ = (
+        "_allowed_until_ns",
         "_blocked",
         "_bytes",
         "_excess",
@@ -179,6 +183,7 @@ class WriterLog(_Log):
         self.sending: Sending | None = None
         self._wanted = 0  # messages to be traced, with those that there was no room for
         self._wanted_at = -1
+        self._allowed_until_ns = 0  # as far as messages may be traced that were not slow
         self._traced_until_ns = 0  # as far as the events of sampled messages reach, at one in 5 ms
         word = probe.word
         self._messages = {path: word("messages_published_total", path) for path in PATHS}
@@ -269,15 +274,21 @@ class WriterLog(_Log):
         self.probe.frequent_event(kind, sequence, now_ns, a, b, trace)
 
     # ── sampled messages ─────────────────────────────────────────────────────────────────────────
-    def admit(self, sending: Sending, now_ns: int) -> bool:
-        """Whether the flight recorder has room for one more sampled message, until somebody has read the last ones."""
+    def admit(self, sending: Sending, now_ns: int, gap_ns: int) -> bool:
+        """Whether one more message is traced: one in `gap_ns`, or, if that is 0, as it was slow, in any case.
+
+        The flight recorder must have room for it, until somebody has read the last ones.
+        """
         published = self.page[L_SEQUENCE]
         if published != self._wanted_at:  # one that was refused asks again if it is slow
             self._wanted_at = published
             self._wanted += 1
         self._traced_until_ns = max(self._traced_until_ns, now_ns)
-        if self._traced_until_ns > now_ns + TRACE_CREDIT_NS:
+        self._allowed_until_ns = max(self._allowed_until_ns, now_ns)
+        allowed = not gap_ns or self._allowed_until_ns <= now_ns + _ALLOWED_AT_ONCE_NS
+        if not allowed or self._traced_until_ns > now_ns + TRACE_CREDIT_NS:
             return False
+        self._allowed_until_ns += gap_ns
         self._traced_until_ns += 2 * EVENT_GAP_NS
         self.probe.count(self._traced)
         self.sending, sending.at = sending, published

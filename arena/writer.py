@@ -240,8 +240,11 @@ class Writer(MessageQueue):
             log = self._log
             began_ns = 0 if log is None or sequence & log.sample else _monotonic_ns()
             sending = None
-            if hooks.trace_source is not None and (sampled := hooks.trace_source(0)) is not None:
-                sending = self._admit(sampled, 0)
+            if (source := hooks.trace_source) is not None:
+                if (left := source.left) and source.context() is source.plain:
+                    source.left = left - 1
+                elif (sampled := source(0)) is not None:
+                    sending = self._admit(sampled, 0, source.gap_ns)
             message = self._encode(obj)
             if sending is not None:
                 sending.encode_ns = _monotonic_ns() - sending.began_ns
@@ -333,14 +336,14 @@ class Writer(MessageQueue):
         """Ask telemetry whether to trace a message that has been slow."""
         source = hooks.trace_source
         sampled = None if source is None else source(slow_ns)
-        return None if sampled is None else self._admit(sampled, slow_ns)
+        return None if sampled is None else self._admit(sampled, slow_ns, 0)
 
-    def _admit(self, sampled: hooks.Sampled, slow_ns: int) -> Sending | None:
+    def _admit(self, sampled: hooks.Sampled, slow_ns: int, gap_ns: int) -> Sending | None:
         """Begin to trace a message that has been under way for so long, if there is room for it."""
         log = self._log
         now_ns = _monotonic_ns()
         sending = Sending(sampled, now_ns - slow_ns)
-        return sending if log is None or log.admit(sending, now_ns) else None
+        return sending if log is None or log.admit(sending, now_ns, gap_ns) else None
 
     def _put_traced(self, sending: Sending, sequence: int, pickled: bytes, now_ns: int) -> None:
         """What `WriterRing.put` does, for a sampled message. Its readers need not wait for what is only recording."""

@@ -206,8 +206,8 @@ _TEXTS: Final[dict[str, tuple[str, str]]] = {
         "That tracing is on, and at what rate.",
     ),
     "traces_dropped_total": (
-        "Messages chosen to be traced for which the flight recorder had no room.",
-        "Whether the sampling ratio is more than about 100 messages a second.",
+        "Messages chosen to be traced that were too many: for the rate that tracing may have, or the flight recorder.",
+        "Whether the sampling ratio is more than 20 messages a second of this writer, or what tracing was given.",
     ),
     # latency
     "memcpy_seconds": (

@@ -202,7 +202,7 @@ def test_the_ratio_is_kept_and_follows_from_the_trace_id(fleet, receiver):
     assert all(int(span.trace_id[16:], 16) < 0.1 * 2**64 for span in receiver.spans)
 
 
-@pytest.mark.parametrize("wrong", [{"ratio": 1.5}, {"ratio": math.nan}, {"relation": "sibling"}])
+@pytest.mark.parametrize("wrong", [{"ratio": 1.5}, {"ratio": math.nan}, {"relation": "sibling"}, {"per_second": 0}])
 def test_settings_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         traces.install(spans=False, **wrong)

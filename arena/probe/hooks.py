@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 Trace = tuple[int, int, int]
 """Three opaque words of trace context, carried in a frame's header."""
@@ -11,12 +12,36 @@ Trace = tuple[int, int, int]
 Sampled = tuple[int, int, int, int]
 """The same three, and a fourth that stays in the writer's flight recorder: the span that the sender was in."""
 
-trace_source: Callable[[int], Sampled | None] | None = None
-"""Called by a writer, when set: the context to send with a message, or None for an unsampled one.
 
-Asked for each message before it is encoded, with 0; and once more before it is published, if it was not sampled and had
-to wait for a slot or was copied into blocks, with the ns that this took.
-"""
+class TraceSource(Protocol):
+    """Says which context goes with a message.
+
+    It is called for a message before it is encoded, with 0, unless two looks tell that the answer is None: `left` is
+    not yet 0, and the sender is still in the context `plain`. Then `left` goes down by one instead; a call would cost
+    more than all else that tracing adds to an unsampled message.
+
+    It is called once more before the message is published, if that was not sampled and had to wait for a slot or was
+    copied into blocks, with the ns that this took.
+    """
+
+    left: float
+    """How many messages from `plain` to pass over, until the next one is sampled; infinite if none is."""
+
+    gap_ns: int
+    """A writer traces one message in so long at most, of those that were not slow; a second's worth of them at once."""
+
+    plain: object
+    """A context of the sender's that decides nothing."""
+
+    def context(self) -> object:
+        """The context that the sender is in."""
+
+    def __call__(self, spent_ns: int, /) -> Sampled | None:
+        """The context to send with a message, or None for an unsampled one."""
+
+
+trace_source: TraceSource | None = None
+"""What a writer asks, when set."""
 
 trace_sink: Callable[[Trace | None, int], None] | None = None
 """Called by a reader, when set, with the context that came with a message and the reader's rank; with None instead once

@@ -135,7 +135,7 @@ class _Batches(BatchSpanProcessor):
 
     def __init__(self, outlet: _Outlet) -> None:
         super().__init__(
-            outlet, max_queue_size=QUEUE_SPANS, schedule_delay_millis=500, max_export_batch_size=BATCH_SPANS
+            outlet, max_queue_size=QUEUE_SPANS, schedule_delay_millis=1000, max_export_batch_size=BATCH_SPANS
         )
         self.outlet = outlet
 

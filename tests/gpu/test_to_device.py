@@ -155,21 +155,27 @@ def gpu_is_well() -> bool:
     return int((made * 2).sum()) == 999_000  # each launch reports what an earlier call left behind
 
 
-def test_memory_that_is_registered_already_is_a_reason_and_no_error_is_left():
-    copies = open_copies("cuda")
+def test_memory_that_is_registered_already_is_a_reason_and_no_error_is_left(monkeypatch):
+    from arena.device.cuda import pins as registrations
+
+    register = registrations.register
+    taken = []
+
+    def beaten_to_it(address: int, nbytes: int, *, writable: bool) -> None:
+        taken.append(address)
+        register(address, nbytes, writable=writable)  # somebody else's
+        register(address, nbytes, writable=writable)
+
+    monkeypatch.setattr(registrations, "register", beaten_to_it)
     made = Ends()
     made.send(1)
     tensor = made.take()
-    mapping = made.reader._borrower._mappings[1]
-    address = mapping.address
-    CUDA.current_stream().query()
-    copies.register(address, mapping.nbytes, writable=False)
-    del mapping
     moved = made.reader.to_device(tensor, "cuda")
     assert pins(made.reader) == {1: "failed: already_registered"}
     assert gpu_is_well()
     assert bool((moved.cpu() == 1).all())
-    copies.unregister(address)
+    for address in taken:
+        registrations.unregister(address)
     del tensor
     made.close()
 

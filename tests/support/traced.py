@@ -156,7 +156,7 @@ def steady(url: str) -> None:
     from telemetry import traces
 
     provider = traces.otlp_provider(url)
-    traces.install(provider, ratio=1.0)
+    traces.install(provider, ratio=1.0, per_second=1000)
     with (
         MessageQueue(1, config=QueueConfig(name="steps")) as queue,
         MessageQueue.create_from_handle(queue.export_handle(), 0) as reader,
@@ -181,7 +181,7 @@ def careless(url: str) -> None:
     from arena import MessageQueue, QueueConfig
     from telemetry import traces
 
-    traces.install(traces.otlp_provider(url), ratio=1.0)
+    traces.install(traces.otlp_provider(url), ratio=1.0, per_second=1000)
     queue = MessageQueue(1, config=QueueConfig(name="steps"))
     reader = MessageQueue.create_from_handle(queue.export_handle(), 0)
     for number in range(20):
@@ -206,7 +206,7 @@ def picture(path: str) -> None:
 
     with Fleet() as fleet:
         writer, *readers = [fleet.start() for _ in range(4)]
-        writer.call(sample_only, ratio=1.0)
+        writer.call(sample_only, ratio=1.0, per_second=1000)
         handle = writer.call(create, 3, name="steps", slots=2)
         for rank, reader in enumerate(readers):
             reader.call(attach, handle, rank)

@@ -2,9 +2,13 @@
 
 There is no build without the hooks to compare with, so what tracing costs where it is not installed is measured by
 itself: the checks as they stand in `enqueue`, in a loop, less the same loop without them. (`dequeue` has none: a
-sampled frame has another tag, and leaves the short path by that.) Everything else alternates, as in the other benches.
+sampled frame has another tag, and leaves the short path by that.)
 
-Spans go over OTLP/HTTP to a thread of the command's own process, which takes them and keeps nothing.
+The sides take turns in the same processes, which install and remove tracing between them: two pairs of processes differ
+by more than tracing costs. A turn lasts seconds, many times as long as spans wait for being made and sent.
+
+Spans go over OTLP/HTTP to a thread of the command's own process, which takes them and keeps nothing. On a machine with
+few cores, it and the threads that make and send spans take their time from the two ends that are measured.
 """
 
 from __future__ import annotations
@@ -18,12 +22,11 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from telemetry.commands.bench import options
+from telemetry.commands.bench import floor, options
 from telemetry.commands.bench.children import BlockFailed, run_apart
-from telemetry.commands.bench.contenders import Arena, Ends, preload
-from telemetry.commands.bench.harness import Block, Side, alternate, p50s, paired, spread, summarise
+from telemetry.commands.bench.contenders import Arena, Ends, crew, preload
+from telemetry.commands.bench.harness import Block, p50s, paired, spread, summarise
 from telemetry.commands.bench.options import Settings
-from telemetry.commands.bench.queue import round_trips
 from telemetry.commands.bench.report import Report, figure, run
 
 OFF, SOME, ALL = "not installed", "1 % sampled", "100 % sampled"
@@ -32,6 +35,7 @@ RATIOS = {OFF: None, SOME: 0.01, ALL: 1.0}
 _CHECKS_LIMIT_NS = 60
 _SOME_LIMIT = 1.05
 _LOOPS = 200_000
+_TIMES_MESSAGES = 16  # a turn has so many times the messages of a block of the other benches
 
 
 def command(
@@ -48,8 +52,8 @@ def command(
 
 
 @dataclass(frozen=True)
-class _Result:
-    """A block's times, and what its writer sampled and had no room for."""
+class _Turn:
+    """A turn's times, and what its writer sampled and had no room for."""
 
     block: Block
     sampled: int
@@ -57,7 +61,7 @@ class _Result:
 
 
 def measure(settings: Settings) -> Report:
-    """The checks by themselves; then, for every number of readers, the three sides in turn."""
+    """The checks by themselves; then, for every number of readers, rounds of the three sides."""
     try:
         preload("arena", "telemetry.traces", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
     except ModuleNotFoundError:
@@ -73,63 +77,77 @@ def measure(settings: Settings) -> Report:
 
 def _measure_readers(report: Report, settings: Settings, readers: int, url: str) -> None:
     case = f"{readers} reader{'s' if readers > 1 else ''}"
-    sides = [
-        Side(name, partial(_block_apart, settings, readers, ratio, url), settings.pairs)
-        for name, ratio in RATIOS.items()
-    ]
-    turns = alternate(sides, lambda text: options.note(f"{case}, {text}"))
-    blocks = {name: [result.block for result in results] for name, results in turns.blocks.items()}
+    messages = settings.messages * _TIMES_MESSAGES
+    turns: dict[str, list[_Turn]] = {name: [] for name in RATIOS}
+    for index in range(settings.pairs):
+        options.note(f"{case}, round {index + 1} of {settings.pairs}")
+        order = tuple(RATIOS) if index % 2 == 0 else tuple(reversed(RATIOS))
+        result = run_apart(partial(_round, order, readers, messages, url), settings.block_deadline_s * _TIMES_MESSAGES)
+        for name, turn in result.items():
+            turns[name].append(turn)
+    blocks = {name: [turn.block for turn in own] for name, own in turns.items()}
     report.figures += [figure(case, name, own, blocks[OFF]) for name, own in blocks.items()]
     over = paired(p50s(blocks[SOME]), p50s(blocks[OFF]))
     report.require(f"{case}: round trip p50 with 1 % traced over without tracing", _SOME_LIMIT, "x", over)
     for name in (SOME, ALL):
-        sampled, dropped = (sum(getattr(one, what) for one in turns.blocks[name]) for what in ("sampled", "dropped"))
-        report.remarks.append(f"{case}, {name}: {sampled} messages traced, {dropped} dropped for want of room")
+        sampled, dropped = (sum(getattr(turn, what) for turn in turns[name]) for what in ("sampled", "dropped"))
+        report.remarks.append(f"{case}, {name}: {sampled} messages traced, {dropped} that there was no room for")
 
 
-def _block_apart(settings: Settings, readers: int, ratio: float | None, url: str) -> _Result:
-    return run_apart(partial(_block, settings, readers, ratio, url), settings.block_deadline_s)
+def _round(order: tuple[str, ...], readers: int, messages: int, url: str) -> dict[str, _Turn]:
+    """One turn of each side, and one before that is not counted: caches, page tables and spins find their pace."""
+    clock = time.perf_counter_ns
+    found = {}
+    contender = Arena()
+    with crew(contender, readers, partial(_answer, order, messages, url)) as at_work:
+        tracing = _Tracing(url)
+        send, receives = at_work.ends.send, at_work.ends.receives
+        for name in (OFF, *order):
+            tracing.switch(RATIOS[name])
+            at_work.exchange(name)  # the readers have switched, too
+            before = _outcome(contender.queue)
+            times = []
+            for _ in range(messages):
+                start = clock()
+                send(floor.OBJ)
+                for receive in receives:
+                    receive()
+                times.append(clock() - start)
+            sampled, dropped = (now - then for now, then in zip(_outcome(contender.queue), before, strict=True))
+            found[name] = _Turn(summarise(times), sampled, dropped)
+    return found
 
 
-def _block(settings: Settings, readers: int, ratio: float | None, url: str) -> _Result:
-    contender = _Traced(ratio, url)
-    times = round_trips(lambda: contender, readers, settings.messages, settings.dropped)
-    return _Result(summarise(times), *contender.outcome)
+def _answer(order: tuple[str, ...], messages: int, url: str, ends: Ends) -> None:
+    (receive,) = ends.receives
+    answer = ends.send
+    tracing = _Tracing(url)
+    for name in (OFF, *order):
+        tracing.switch(RATIOS[name])
+        answer(receive())
+        for index in range(messages):
+            receive()
+            answer(index)
 
 
-class _Traced(Arena):
-    """Arena with tracing installed in every process, or in none."""
+class _Tracing:
+    """Installs tracing in this process, and removes it."""
 
-    def __init__(self, ratio: float | None, url: str) -> None:
-        super().__init__()
-        self._ratio = ratio
-        self._url = url
-        self.outcome = (0, 0)
+    def __init__(self, url: str) -> None:
+        from telemetry import traces
 
-    def open_writer(self) -> Ends:
-        self._install()
-        return super().open_writer()
+        self._traces = traces
+        self._provider = traces.otlp_provider(url)
 
-    def open_reader(self, rank: int) -> Ends:
-        self._install()
-        return super().open_reader(rank)
-
-    def close(self) -> None:
-        if self.queue is not None:
-            self.outcome = _outcome(self.queue)
-        super().close()
-
-    def _install(self) -> None:
-        if self._ratio is not None:
-            from telemetry import traces
-
-            traces.install(traces.otlp_provider(self._url), ratio=self._ratio)
+    def switch(self, ratio: float | None) -> None:
+        if ratio is None:
+            self._traces.uninstall()
+        else:
+            self._traces.install(self._provider, ratio=ratio)
 
 
 def _outcome(queue: Any) -> tuple[int, int]:
-    """What a writer sampled and dropped so far, from its probe page; a reader has no such words."""
-    if queue.statistics().role != "writer":
-        return 0, 0
+    """What a writer sampled and dropped so far, from its probe page."""
     probe = queue._probe
     sampled, dropped = (probe.values[probe.word(name)] for name in ("traces_sampled_total", "traces_dropped_total"))
     return sampled, dropped
@@ -145,8 +163,8 @@ def _checks_ns() -> float:
         start = clock()
         for _ in range(_LOOPS):
             sending = None
-            if hooks.trace_source is not None and (sampled := hooks.trace_source(0)) is not None:
-                sending = sampled
+            if (source := hooks.trace_source) is not None:
+                sending = source(0)
             if sending is not None:
                 raise AssertionError
             if sending is None:
