@@ -89,16 +89,24 @@ class Claim:
         Raises:
             QueueTimeout: says who holds the line.
         """
-        floor = sequence - self._ring.slots
         self.waited_ns = 0
-        if self._pending(floor):
-            self._block(floor, deadline_ns, first=first)
-        consumed = [seat.consumed for seat in self._roster.counted]
-        self._ring.limit = min(consumed, default=sequence) + self._ring.slots
+        if sequence >= self._new_limit(sequence):
+            self._block(sequence - self._ring.slots, deadline_ns, first=first)
+            self._new_limit(sequence)
 
     def close(self) -> None:
         """Let go of the queue, which would otherwise live until the next garbage collection."""
         del self._check_open, self._see_to_roster, self._warn
+
+    def _new_limit(self, sequence: int) -> int:
+        """How far the ring is free, as readers stand now. Most calls end with this: once a lap nobody is waited for."""
+        low = sequence
+        for reader in self._roster.words:
+            consumed = reader[0]
+            if consumed < low:  # noqa: PLR1730 - min() costs a call per reader
+                low = consumed
+        limit = self._ring.limit = low + self._ring.slots
+        return limit
 
     def _pending(self, floor: int) -> list[Seat]:
         return [seat for seat in self._roster.counted if seat.consumed <= floor]

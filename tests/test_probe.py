@@ -246,7 +246,7 @@ def test_the_count_of_dropped_events_never_falls(run_dir):
         probe = queue._probe
         seen = []
         for _ in range(5):
-            probe.next_flush_ns = 0  # as when 50 ms have passed: the frame itself copies everything out
+            probe.next_flush_ns = 0  # as when 100 ms have passed: the frame itself copies everything out
             queue.enqueue(torch.zeros(100_000))
             seen.append(probe.values[probe.events_dropped])
             queue.statistics()  # and so does this, once the message's event has been noted

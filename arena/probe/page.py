@@ -9,11 +9,11 @@ Layout, in 64-bit words::
     0      header (H_*)              written once
     32     live words (L_*)          one store each, at once
     64     values                    counters, gauges, histograms; copied from a private list at most every
-                                     50 ms, before each sleep, and with every charged wait
+                                     100 ms, before each sleep, and with every charged wait
     ...    publish marks (writer) · block table (writer) · event ring · metadata (JSON)
 
 The hot path adds to the private list, which costs a third of adding to shared memory; so after a SIGKILL
-mid-burst up to 50 ms of histogram counts are missing. Of the live words the sequence is never late; its time is that of
+mid-burst up to 100 ms of histogram counts are missing. Of the live words the sequence is never late; its time is that of
 the last message that was looked at (see `arena.observe`), and the writer has marks instead.
 """
 
@@ -87,7 +87,7 @@ EVENT_WORDS: Final = 8  # kind, sequence, time, a, b, three words of trace conte
 EVENT_ENTRIES: Final = 256  # 16 KiB: stays in cache
 _EVENT: Final = struct.Struct("8Q")
 
-FLUSH_NS: Final = 50_000_000
+FLUSH_NS: Final = 100_000_000
 EVENT_GAP_NS: Final = 5_000_000
 """Message events closer together than this are dropped and counted: the ring covers the last second at least."""
 
@@ -97,8 +97,8 @@ are read, at the writer and at its readers different ones; so the writer samples
 
 NO_TRACE: Final = (0, 0, 0)
 
-LOOKS_A_WINDOW: Final = 8
-"""About how many small messages are looked at closely between two copy-outs: 160 a second."""
+LOOKS_A_WINDOW: Final = 4
+"""About how many small messages are looked at closely between two copy-outs: 40 a second."""
 
 BURST_PERIOD: Final = 16
 """One in so many is looked at when a burst begins in a window in which every one was."""
