@@ -13,8 +13,8 @@ Layout, in 64-bit words::
     ...    publish marks (writer) · block table (writer) · event ring · metadata (JSON)
 
 The hot path adds to the private list, which costs a third of adding to shared memory; so after a SIGKILL
-mid-burst up to 100 ms of histogram counts are missing. Of the live words the sequence is never late; its time is that of
-the last message that was looked at (see `arena.observe`), and the writer has marks instead.
+mid-burst up to 100 ms of histogram counts are missing. Of the live words the sequence is never late; its time is
+that of the last message that was looked at (see `arena.observe`), and the writer has marks instead.
 """
 
 from __future__ import annotations
