@@ -13,6 +13,7 @@ together. A tensor whose elements are spread thin over its storage is gathered i
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 import sys
@@ -534,3 +535,18 @@ def _storage(view: memoryview) -> torch.UntypedStorage:
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+# ── before the first message ─────────────────────────────────────────────────────────────────────
+def rehearse() -> None:
+    """Encode and decode a small tensor, so that a first message finds torch's code, and ours, already in memory.
+
+    In a process that has not used torch yet, that is 2 ms of it, and torch's import if need be.
+    """
+    with contextlib.suppress(ImportError):
+        import torch
+
+        message = Encoder().encode(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        assert isinstance(message, Message)
+        payload = bytearray().join(build_payload(message, [None] * len(message.sources)))
+        decode(read_table(memoryview(payload)), {}, "readonly")

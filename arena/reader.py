@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from arena import layout, memory
 from arena.assembly import Assembly
 from arena.borrow import Borrower
-from arena.codec import HoldWords, decode, read_table
+from arena.codec import HoldWords, decode, read_table, rehearse
 from arena.config import check_timeout
 from arena.errors import (
     ArenaError,
@@ -120,6 +120,7 @@ class Reader(MessageQueue):
         )
         if handle.prefault:
             self._borrower.prefault(self._attachment.segments())
+            rehearse()
         self._waiter = Waiter(handle.n_reader + 1)
         self._spin = self._waiter.spin
         self._writer_words = self._ring.writer

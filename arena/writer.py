@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from arena import layout, memory
 from arena.blocks import Block, BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
 from arena.claim import Claim
-from arena.codec import DeviceSource, Encoder, HoldWords, Message, Piece, Source, build_payload
+from arena.codec import DeviceSource, Encoder, HoldWords, Message, Piece, Source, build_payload, rehearse
 from arena.config import QueueConfig, check_readers, check_tensor, check_timeout
 from arena.device import Copies, copies_in_use
 from arena.errors import ArenaError, MessageTooLarge, NoReader, OutOfMemory, PeerDied, QueueTimeout
@@ -115,6 +115,8 @@ class Writer(MessageQueue):
         self._pins: Pins | None = None  # until a device is to copy to or from our memory
         self._encoder = Encoder()
         self._encode = self._encoder.encode
+        if config.prefault:
+            rehearse()
         self._waiter = Waiter(n_reader + 1)
         self._inline_bytes = geometry.payload_bytes
         self._short_bytes = min(geometry.payload_bytes, config.max_message_bytes)

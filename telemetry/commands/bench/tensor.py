@@ -19,7 +19,7 @@ from telemetry.commands.bench.peers import (
     VllmTensorArena,
 )
 from telemetry.commands.bench.report import Report, absent, figure, run
-from telemetry.commands.bench.transfers import Timed, broadcast, first_message, head_of_line, lent
+from telemetry.commands.bench.transfers import Timed, bare_first, broadcast, first_message, head_of_line, lent
 
 T = TypeVar("T")
 
@@ -93,10 +93,11 @@ def _measure_first(report: Report, settings: Settings, readers: int) -> None:
     size = _size(settings)
     ahead = {"prefault": True, "segment_bytes": -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES}
     case = _case("first", readers)
-    plain, prefault = "arena", "arena, prefault"
+    plain, prefault, bare = "arena", "arena, prefault", "one bare copy, no queue"
     sides = [
         _side(settings, plain, partial(first_message, readers, size), settings.pairs),
         _side(settings, prefault, partial(first_message, readers, size, **ahead), settings.pairs),
+        _side(settings, bare, partial(bare_first, readers, size), settings.pairs),
     ]
     blocks = _alternate(case, sides).blocks
 
@@ -106,6 +107,11 @@ def _measure_first(report: Report, settings: Settings, readers: int) -> None:
     limit, where = (0.5, "with") if machine.collapse_works() else (1.2, "without")
     report.require(f"{case}: over one cold copy ({where} MADV_COLLAPSE)", limit, "x", _in_yardsticks(blocks[plain]))
     report.require(f"{case}: prefault, over one bare copy", 1.3, "x", _in_yardsticks(blocks[prefault]))
+    limit_of_all = _in_yardsticks(blocks[bare]).median
+    report.remarks.append(
+        f"{case}: a bare copy into memory that {readers} readers have mapped already, told by pipes, takes"
+        f" {limit_of_all:.2f} bare copies until all have touched it: no queue is below that"
+    )
 
 
 def _measure_lent(report: Report, settings: Settings, readers: int) -> None:

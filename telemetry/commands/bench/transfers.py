@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 from telemetry.commands.bench.children import BlockFailed
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 SMALL_MESSAGES = 1000
 _SMALL_BYTES = 1000
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_READ = 22
 _clock = time.monotonic_ns  # the same clock in every process of the host
 
 
@@ -65,6 +68,69 @@ def first_message(readers: int, tensor_bytes: int, **settings: Any) -> Timed:
         first = _exchange_ns(at_work, source, expected)
         after = yardstick_ns()
     return Timed(summarise([first]), summarise([(before + after) // 2]))
+
+
+def bare_first(readers: int, tensor_bytes: int) -> Timed:
+    """What no queue does better than: a bare copy into memory that was mapped by all beforehand, and word by pipes.
+
+    From the start of the copy to the last answer. Readers are as new to torch as those of `first_message`.
+    """
+    with crew(_SharedMap(tensor_bytes), readers, partial(_answer_touches, 1)) as at_work:
+        source, warm_copy_ns = _source_and_copy(tensor_bytes)
+        expected = [touch(source)] * readers
+        before = warm_copy_ns()
+        first = _exchange_ns(at_work, source, expected)
+        after = warm_copy_ns()
+    return Timed(summarise([first]), summarise([(before + after) // 2]))
+
+
+class _SharedMap(Contender):
+    """A mapping that readers inherit, with all its pages; a pipe to each reader and one back."""
+
+    name = "one bare copy, pipes"
+
+    def __init__(self, tensor_bytes: int) -> None:
+        self._nbytes = tensor_bytes
+
+    def prepare(self, readers: int) -> None:
+        """Before the fork: what all inherit."""
+        self._mapping = mmap.mmap(-1, self._nbytes)
+        self._mapping.madvise(_MADV_HUGEPAGE)
+        self._pipes = [(Pipe(duplex=False), Pipe(duplex=False)) for _ in range(readers)]
+
+    def _tensor(self) -> torch.Tensor:
+        import torch
+
+        return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def open_writer(self) -> Ends:
+        """Every page is there before the first message."""
+        shared = self._tensor().zero_()
+
+        def send(source: torch.Tensor) -> None:
+            shared.copy_(source)
+            for (_, there), _ in self._pipes:
+                there.send_bytes(b"!")
+
+        for _, (back, _) in self._pipes:
+            back.recv_bytes()
+        return Ends(send, tuple(back.recv for _, (back, _) in self._pipes))
+
+    def open_reader(self, rank: int) -> Ends:
+        """Every page is mapped here too, and torch has made the tensor."""
+        (here, _), (_, back) = self._pipes[rank]
+        shared = self._tensor()
+        self._mapping.madvise(_MADV_POPULATE_READ)
+        back.send_bytes(b"here")
+
+        def receive() -> torch.Tensor:
+            here.recv_bytes()
+            return shared
+
+        return Ends(back.send, (receive,))
+
+    def close(self) -> None:
+        """The mapping goes with its process."""
 
 
 def lent(readers: int, tensor_bytes: int, repeats: int) -> Timed:
