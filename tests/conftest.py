@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,18 @@ import pytest
 
 from tests.support.fleet import Fleet, Worker
 from tests.support.ranks import group
+
+# pytest-xdist tells its workers the size of a terminal that they do not have; the commands they start are to see none.
+for _size in ("COLUMNS", "LINES"):
+    os.environ.pop(_size, None)
+
+
+@pytest.fixture(autouse=True)
+def torch_on_one_thread() -> None:
+    """Once torch has worked on several threads, a forked child that does so too waits for them for ever."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

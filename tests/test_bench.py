@@ -452,6 +452,7 @@ def test_bench_tensor_measures_each_case_in_its_own_yardstick(run_dir):
         ("first, 2 readers", "one cold copy"),
         ("first, 2 readers", "arena"),
         ("first, 2 readers", "arena, prefault"),
+        ("first, 2 readers", "one bare copy, no queue"),
         ("lent, 2 readers", "arena, enqueue alone"),
         ("lent, 2 readers", "one bare pickle, caches as cold"),
         ("1000 behind a large one", "one bare copy + the 1000 alone"),

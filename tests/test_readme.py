@@ -14,7 +14,9 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 DEMO = "python3 -m venv .venv && .venv/bin/pip install '.[telemetry]' && .venv/bin/arena demo"
-TEST = "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest"
+TEST = (
+    "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest -n auto --dist loadfile"
+)
 
 
 def fenced_blocks(markdown: str) -> list[str]:
