@@ -1,0 +1,403 @@
+"""The forwarder's work: one loop around a router socket and the ring.
+
+It sleeps on the socket and the writer's bell (`arena.remote.bell`), and says so in a seat's word like any reader that
+parks. Awake, it sends all there is room for and receives all that has come.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+from arena.config import RemoteConfig, split_address
+from arena.errors import ArenaError, HandleMismatch
+from arena.extras import require
+from arena.peers import Handle
+from arena.remote import wire
+from arena.remote.peer import Peer, Unreachable
+from arena.remote.standin import StandIn
+
+_HANDSHAKE_MS: Final = 5000
+_STRANGERS: Final = 64  # so many identities are remembered of readers that are gone
+_SEATING: Final = 32  # so many hand-shakes at a time
+_TICK_S: Final = 0.25
+_ZAP: Final = "inproc://zeromq.zap.01"
+_monotonic_ns = time.monotonic_ns
+
+
+class Server:
+    """Everything that readers on other hosts talk to.
+
+    Args:
+        handle: of the queue.
+        config: where to listen.
+        bell: what the writer rings.
+        keys: the forwarder's secret key and the readers' public one, in Z85.
+        is_writer_gone: whether the writer's process has ended, or has closed the queue.
+        report: called with counts of what was refused, by reason.
+
+    Raises:
+        OSError: nothing can be bound there.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        config: RemoteConfig,
+        bell: int,
+        keys: tuple[str, str],
+        is_writer_gone: Callable[[], bool],
+        report: Callable[[dict[str, int]], None],
+    ) -> None:
+        self._zmq = zmq = require("zmq")
+        self._handle, self._config, self._bell = handle, config, bell
+        self._is_writer_gone, self._report = is_writer_gone, report
+        self._client_key = keys[1]
+        self._context = zmq.Context(min(4, max(2, os.cpu_count() or 1)))
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP)
+        self._router = self._context.socket(zmq.ROUTER)
+        self.port = self._bind(keys[0])
+        self._fd: int = self._router.getsockopt(zmq.FD)
+        self._lock = threading.Lock()
+        self._peers: dict[bytes, Peer] = {}
+        self._seating: dict[bytes, float] = {}
+        self._gone: OrderedDict[bytes, str] = OrderedDict()  # readers that were taken for dead
+        self._refused: Counter[str] = Counter()
+        self._denied = 0  # connections that are about to end for that
+        self._arriving: set[int] = set()  # descriptors of connections that have not got as far as
+        self._connected: set[int] = set()  # those behind which somebody with the right key is
+        self._ended: dict[str, Any] | None = None
+        self._stopping = False
+        self._trouble: BaseException | None = None
+        self._pinged_ns = self._probe_until_ns = self._tick_ns = 0
+
+    def _bind(self, secret: str) -> int:
+        zmq, router = self._zmq, self._router
+        heartbeat_ms = max(20, int(self._config.timeout_s * 200))
+        host, port = split_address("bind", self._config.bind)
+        options = {
+            zmq.CURVE_SERVER: 1,
+            zmq.CURVE_SECRETKEY: secret.encode(),
+            zmq.ZAP_DOMAIN: b"arena",
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.ROUTER_HANDOVER: 1,
+            zmq.SNDHWM: 0,  # windows bound it, reader by reader
+            zmq.MAXMSGSIZE: wire.MAX_CONTROL_BYTES,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.HEARTBEAT_IVL: heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: 2 * heartbeat_ms,
+            zmq.LINGER: 1000,
+            zmq.IPV6: ":" in host,
+        }
+        for option, value in options.items():
+            router.setsockopt(option, value)
+        watched = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._monitor = router.get_monitor_socket(watched)
+        router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+        return int(router.getsockopt(zmq.LAST_ENDPOINT).rpartition(b":")[2].rstrip(b"\0"))
+
+    # ── the loop ─────────────────────────────────────────────────────────────────────────────────
+    def serve(self) -> None:
+        """Forward until the queue has ended and no reader is left."""
+        try:
+            while not self._stopping:
+                watched = self._watched()
+                seen = 0 if watched is None else watched.published
+                self._turn()
+                self._tick()
+                self._sleep(watched, seen)
+        finally:
+            self._stopping = True
+            for peer in list(self._peers.values()):
+                peer.stand_in.shutdown()
+            self._context.destroy(linger=1000)
+        if self._trouble is not None:
+            raise self._trouble
+
+    def _watched(self) -> StandIn | None:
+        """A seat whose reader lives: the writer rings for those that sleep on one."""
+        with self._lock:
+            return next((peer.stand_in for peer in self._peers.values()), None)
+
+    def _sleep(self, watched: StandIn | None, seen: int) -> None:
+        """Until something has come over the network, more than `seen` frames are published, or it is time to tick."""
+        zmq = self._zmq
+        if watched is not None and not watched.park(seen):
+            watched.unpark()
+            return
+        try:
+            tick_ms = max(10, int(min(self._config.timeout_s / 20, _TICK_S) * 1000))
+            wanted = [(one, zmq.POLLIN) for one in (self._fd, self._bell, self._zap, self._monitor)]
+            ready = {one for one, _ in zmq.zmq_poll(wanted, tick_ms)}
+        finally:
+            if watched is not None:
+                watched.unpark()
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+        if self._zap in ready:
+            self._authenticate()
+        if self._monitor in ready:
+            self._note_connections()
+
+    def _turn(self) -> None:
+        """Send and receive all there is: first what is published, as somebody waits for that.
+
+        Ends with a look at what has come: zmq tells of that only once.
+        """
+        with self._lock:
+            while self._send() | self._receive():
+                pass
+
+    # ── sending ──────────────────────────────────────────────────────────────────────────────────
+    def _post(self, identity: bytes, head: bytes, data: memoryview | None = None) -> None:
+        zmq, router = self._zmq, self._router
+        try:
+            router.send(identity, zmq.SNDMORE)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise Unreachable from None
+            raise
+        if data is None:
+            router.send(head)
+        else:
+            router.send(head, zmq.SNDMORE)
+            router.send(data, copy=False)
+
+    def _send(self) -> bool:
+        """Everybody in turn, a frame or a chunk each, so that nobody waits for another's large message."""
+        any_sent, sent = False, True
+        peers = list(self._peers.values())
+        if self._ended is None and peers and peers[0].stand_in.is_closed:
+            self._has_ended()
+        while sent:
+            sent = False
+            for peer in peers:
+                sent |= peer.send_some()
+            any_sent |= sent
+        if self._ended is not None:  # since before the last look at what is published
+            any_sent |= any([peer.send_end(self._ended) for peer in peers])
+        return any_sent
+
+    def _has_ended(self) -> bool:
+        """Whether nothing more will be published. Not asked on the way of a message."""
+        if self._ended is None:
+            for peer in list(self._peers.values()):
+                self._ended = peer.stand_in.end()
+                break
+        return self._ended is not None
+
+    # ── receiving ────────────────────────────────────────────────────────────────────────────────
+    def _receive(self) -> bool:
+        zmq, router, any_received = self._zmq, self._router, False
+        while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            identity, message, *rest = router.recv_multipart(zmq.NOBLOCK)
+            any_received = True
+            try:
+                if rest:
+                    raise wire.Malformed(f"{len(rest)} frames too many")
+                self._on_message(identity, message)
+            except wire.Malformed:
+                self._refused["malformed"] += 1
+        return any_received
+
+    def _on_message(self, identity: bytes, message: bytes) -> None:
+        kind, peer = message[:1], self._peers.get(identity)
+        if kind == wire.HELLO:
+            self._on_hello(identity, message)
+        elif peer is None:
+            self._refuse_stranger(identity)
+        elif kind == wire.TAKEN:
+            peer.on_taken(wire.unpack_taken(message))
+        elif kind == wire.RESUME:
+            peer.on_resume(*wire.unpack_resume(message))
+        elif kind == wire.BYE and len(message) == 1:
+            self._remove(peer)
+            peer.stand_in.forget()
+            peer.stand_in.shutdown()
+        else:
+            raise wire.Malformed(f"a message of kind {kind!r} and {len(message)} bytes")
+
+    def _refuse_stranger(self, identity: bytes) -> None:
+        """Somebody we know nothing of, or no longer."""
+        text = self._gone.get(identity)
+        if text is not None:
+            self._answer(identity, wire.REFUSED, {"kind": "PeerDied", "text": text})
+        elif identity not in self._seating:
+            self._refused["malformed"] += 1
+
+    def _answer(self, identity: bytes, kind: bytes, content: dict[str, Any]) -> None:
+        try:
+            self._post(identity, wire.pack_json(kind, content))
+        except Unreachable:
+            pass
+
+    # ── who comes ────────────────────────────────────────────────────────────────────────────────
+    def _authenticate(self) -> None:
+        """ZeroMQ's authentication protocol (RFC 27): only the key that is in the handle gets in."""
+        request = self._zap.recv_multipart()
+        version, number, mechanism = request[0], request[1], request[5]
+        key = request[6] if len(request) == 7 else b""
+        good = mechanism == b"CURVE" and hmac.compare_digest(self._encoded(key), self._client_key)
+        if not good:
+            self._denied += 1
+            self._count("key")
+        status = (b"200", b"OK") if good else (b"400", b"unknown key")
+        self._zap.send_multipart([version, number, *status, b"", b""])
+
+    def _encoded(self, key: bytes) -> str:
+        from zmq.utils import z85
+
+        return str(z85.encode(key).decode()) if len(key) == 32 else ""
+
+    def _note_connections(self) -> None:
+        zmq = self._zmq
+        from zmq.utils.monitor import recv_monitor_message
+
+        while self._monitor.poll(0):
+            told = recv_monitor_message(self._monitor)
+            event, fd = told["event"], told["value"]
+            if event == zmq.EVENT_ACCEPTED:
+                self._arriving.add(fd)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED or fd in self._connected:
+                if event == zmq.EVENT_DISCONNECTED:
+                    self._connected.discard(fd)
+                else:  # it is one of these
+                    self._connected |= self._arriving
+                    self._arriving.clear()
+                # The router hears of a connection, or its end, a moment after us.
+                self._probe_until_ns = _monotonic_ns() + 500_000_000
+            elif self._denied:  # a stranger, who has been counted by his key
+                self._denied -= 1
+                self._arriving.discard(fd)
+            else:
+                self._arriving.discard(fd)
+                self._count("handshake")
+
+    def _count(self, reason: str) -> None:
+        with self._lock:
+            self._refused[reason] += 1
+
+    def _on_hello(self, identity: bytes, message: bytes) -> None:
+        hello = wire.unpack_json(message)
+        peer = self._peers.get(identity)
+        if peer is not None:
+            self._welcome(peer)
+            return
+        if identity in self._seating or len(self._seating) >= _SEATING:
+            return
+        try:
+            rank, where = self._checked(hello)
+        except ArenaError as error:
+            self._refused["secret"] += 1
+            self._answer(identity, wire.REFUSED, {"kind": type(error).__name__, "text": str(error)})
+            return
+        self._seating[identity] = time.monotonic()
+        # The writer's process answers when it can, and nobody else should wait for that.
+        threading.Thread(target=self._seat, args=(identity, rank, where), daemon=True).start()
+
+    def _checked(self, hello: dict[str, Any]) -> tuple[int, str]:
+        """Rank and host:pid of whoever knows the secret."""
+        handle = self._handle
+        expected = (handle.magic, handle.version, wire.REMOTE_PROTOCOL, handle.instance)
+        found = tuple(hello.get(name) for name in ("magic", "version", "remote", "instance"))
+        if found != expected:
+            raise HandleMismatch("the reader's handle is for another queue", expected=str(expected), found=str(found))
+        if not hmac.compare_digest(str(hello.get("secret")).encode(), handle.secret.encode()):
+            raise HandleMismatch(
+                "the reader does not know this queue's secret",
+                expected="the secret in the handle",
+                found="another one",
+                remedy="send the reader the handle that export_handle() gave",
+            )
+        rank, host, pid = (hello.get(name) for name in ("rank", "host", "pid"))
+        if not isinstance(rank, int) or not isinstance(pid, int) or not isinstance(host, str):
+            raise HandleMismatch("the reader's hello is malformed", expected="rank, host and pid")
+        name = "".join(one if one.isprintable() and one != " " else "_" for one in host[:64])
+        return rank, f"{name or 'unknown'}:{pid}"
+
+    def _seat(self, identity: bytes, rank: int, where: str) -> None:
+        """Attach on behalf of a reader, in a thread of its own, and tell it how that went."""
+        try:
+            self._wait_for_predecessor(rank)
+            stand_in = StandIn(self._handle, rank, where, timeout=30.0)
+        except ArenaError as error:
+            with self._lock:
+                self._seating.pop(identity, None)
+                self._refused["seat"] += 1
+                self._answer(identity, wire.REFUSED, {"kind": type(error).__name__, "text": str(error)})
+            return
+        except BaseException as error:
+            self._trouble, self._stopping = error, True
+            return
+        with self._lock:
+            self._seating.pop(identity, None)
+            peer = Peer(identity, stand_in, self._config.window_bytes, self._post)
+            self._peers[identity] = peer
+            self._welcome(peer)
+        os.eventfd_write(self._bell, 1)  # it is to be sent what is there
+
+    def _wait_for_predecessor(self, rank: int) -> None:
+        """A reader of this rank whose connection broke may be dead, which is known only after a while."""
+        until = time.monotonic() + 2 * self._config.timeout_s
+        while time.monotonic() < until and not self._stopping:
+            with self._lock:
+                if not any(peer.lost_ns and peer.stand_in.rank == rank for peer in self._peers.values()):
+                    return
+            time.sleep(0.02)
+
+    def _welcome(self, peer: Peer) -> None:
+        self._answer(peer.identity, wire.WELCOME, {})
+
+    # ── who is gone ──────────────────────────────────────────────────────────────────────────────
+    def _tick(self) -> None:
+        """Housekeeping, a few times within the time that anybody may be silent."""
+        now_ns = _monotonic_ns()
+        if now_ns < self._tick_ns:
+            return
+        timeout_ns = int(self._config.timeout_s * 1e9)
+        self._tick_ns = now_ns + min(timeout_ns // 20, int(_TICK_S * 1e9)) // 2
+        with self._lock:
+            due = now_ns - self._pinged_ns >= timeout_ns // 5
+            for peer in list(self._peers.values()):
+                peer.stand_in.copy_out(now_ns)
+                if peer.lost_ns or now_ns < self._probe_until_ns:
+                    peer.probe()
+                elif due:
+                    peer.ping()
+                if peer.lost_ns and now_ns - peer.lost_ns > timeout_ns * 2 // 5:
+                    self._bury(peer)
+            if due:
+                self._pinged_ns = now_ns
+                refused, self._refused = dict(self._refused), Counter()
+            else:
+                refused = {}
+            gone = self._has_ended() or self._is_writer_gone()
+            if gone and not self._peers and not self._seating:
+                self._stopping = True
+        if refused or self._stopping:
+            self._report(refused)
+
+    def _bury(self, peer: Peer) -> None:
+        """Take a reader for dead, once zmq has let go of all that was under way to it: its blocks are free then."""
+        peer.stand_in.forget()
+        peer.forget()
+        if peer.stand_in.on_loan:
+            return
+        self._remove(peer)
+        text = (
+            f"this reader was taken for dead: rank {peer.stand_in.rank} of queue {self._handle.name!r} was out of "
+            f"reach for too long (RemoteConfig.timeout_s = {self._config.timeout_s}); attach again"
+        )
+        self._gone[peer.identity] = text
+        while len(self._gone) > _STRANGERS:
+            self._gone.popitem(last=False)
+        peer.stand_in.die()
+
+    def _remove(self, peer: Peer) -> None:
+        del self._peers[peer.identity]
