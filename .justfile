@@ -22,3 +22,7 @@ demo *arguments:
 bench *arguments:
     {{python}} -m pip install --quiet -e '.[telemetry,bench]'
     .venv/bin/arena bench {{arguments}}
+
+# The plugin in a real vLLM engine on the CPU, beside vLLM's own queue: minutes, and at first an environment of 3.5 GB.
+vllm *arguments:
+    {{python}} -m tests.vllm.prove {{arguments}}
