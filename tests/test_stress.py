@@ -40,10 +40,12 @@ def test_messages_of_every_size_arrive_unchanged_and_leave_nothing(cpus):
     assert sum(outcome["messages_by_path"].values()) == 6000
 
 
-def test_no_block_is_reused_before_its_copies_have_passed(run_dir):
-    outcome = gate.run(1500, seed=1, gated=True)
+@pytest.mark.parametrize("tickets", [True, False])
+def test_no_block_is_reused_before_its_copies_have_passed(run_dir, tickets):
+    outcome = gate.run(1500, seed=1, gated=True, tickets=tickets)
     assert (outcome["wrong"], outcome["held_at_end"], outcome["exit_code"]) == (0, 0, 0)
     assert outcome["messages_by_path"]["block"] > 700
+    assert (outcome["ways"]["ticket"] > 300) is tickets
 
 
 def test_without_the_gate_that_run_finds_corrupted_bytes(run_dir):

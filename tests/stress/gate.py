@@ -7,6 +7,7 @@ Both ends are processes of their own. The reader copies in turn by `to_device`, 
 own, and by a plain copy on the stream that was current at the dequeue.
 
     python -m tests.stress.gate --tensors 100000
+    python -m tests.stress.gate --tensors 100000 --events         # the helper asks; no tickets
     python -m tests.stress.gate --tensors 3000 --without-gate     # has to find corrupted bytes
 """
 
@@ -27,7 +28,8 @@ import arena
 from arena import MessageQueue, QueueConfig
 from arena.device.cpu.copies import COPIES, CpuStream
 from arena.gate import Gate
-from tests.support.streams import pins
+from arena.probe.metrics import GATE_WAYS
+from tests.support.streams import metric_of, pins
 
 BLOCKS = 8
 COUNT = 4 << 10
@@ -105,9 +107,10 @@ class Copier:
         self.wrong += not bool((made == number).all())
 
 
-def read(handle: Any, tensors: int, seed: int, gated: bool, result: Any) -> None:
+def read(handle: Any, tensors: int, seed: int, gated: bool, tickets: bool, result: Any) -> None:
     """The reader's process."""
     torch.set_num_threads(1)
+    COPIES.writes_words = tickets
     if not gated:
         Gate.is_empty = lambda self: True  # type: ignore[method-assign]
     with MessageQueue.create_from_handle(handle, 0) as reader:
@@ -116,11 +119,12 @@ def read(handle: Any, tensors: int, seed: int, gated: bool, result: Any) -> None
         for number in range(tensors):
             copier.take(number)
         copier.finish()
-        result.send({"wrong": copier.wrong})
+        ways = {way: metric_of(reader, "gate_releases_total", way).value for way in GATE_WAYS}
+        result.send({"wrong": copier.wrong, "ways": ways})
         reader.dequeue(timeout=60)  # idle until the writer has seen everything come back
 
 
-def run(tensors: int, seed: int, *, gated: bool) -> dict[str, Any]:
+def run(tensors: int, seed: int, *, gated: bool, tickets: bool = True) -> dict[str, Any]:
     """One run; the result says what was wrong, if anything."""
     context = multiprocessing.get_context("spawn")
     began = time.monotonic()
@@ -130,7 +134,7 @@ def run(tensors: int, seed: int, *, gated: bool) -> dict[str, Any]:
         with MessageQueue(1, config=CONFIG) as queue:
             ours, theirs = context.Pipe(duplex=False)
             reader = context.Process(
-                target=read, args=(queue.export_handle(), tensors, seed, gated, theirs), daemon=True
+                target=read, args=(queue.export_handle(), tensors, seed, gated, tickets, theirs), daemon=True
             )
             reader.start()
             source = torch.empty(COUNT, dtype=torch.int64)
@@ -148,6 +152,7 @@ def run(tensors: int, seed: int, *, gated: bool) -> dict[str, Any]:
         "tensors": tensors,
         "seed": seed,
         "gated": gated,
+        "tickets": tickets,
         **outcome,
         "held_at_end": statistics.arena_used_bytes,
         "messages_by_path": statistics.messages_by_path,
@@ -162,9 +167,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--events", action="store_true")
     parser.add_argument("--without-gate", action="store_true")
     options = parser.parse_args()
-    outcome = run(options.tensors, options.seed, gated=not options.without_gate)
+    outcome = run(options.tensors, options.seed, gated=not options.without_gate, tickets=not options.events)
     print(json.dumps(outcome))
     return 0 if not outcome["wrong"] and not outcome["held_at_end"] and not outcome["exit_code"] else 1
 

@@ -1,0 +1,1 @@
+"""The protocol as models for Spin, and what checks them."""
