@@ -6,8 +6,9 @@ the first fit wins, lowest address first, because low pages are the ones that ha
 *Holds, not blocks, are given back.* One tensor may ride in two messages, so a generation per block would free
 it under the second. Each (message, block) pair is a hold with an id from a fixed table; when a reader's last
 view of that block from that message dies, the reader stores the hold's generation in its own word for that id.
-A block is free once every hold on it is back from every reader that was counted when it was sent, and the
-writer's own tensors over it are dead.
+Where a device may still read it then, the reader names the tickets that the device writes behind its copies
+(`arena.tickets`), and the hold is back once these have been reached, too. A block is free once every hold on it is
+back from every reader that was counted when it was sent, and the writer's own tensors over it are dead.
 
 The writer's end is here; a reader's is `arena.borrow`.
 """
@@ -28,6 +29,7 @@ from arena.peers import MAX_SEGMENTS, Seat
 from arena.probe import Probe
 from arena.state import Block as BlockState
 from arena.state import Peer, move
+from arena.tickets import all_reached
 
 if TYPE_CHECKING:
     from arena.gate import Gate
@@ -338,6 +340,8 @@ class BlockPool:
             raise NoRoom("memory_headroom")
         self.segments.append(pool_segment)
         self.size_bytes += size
+        if self._probe is not None:
+            self._probe.segment(pool_segment.number, size)
 
     def _create(self, size: int) -> PoolSegment:
         try:
@@ -394,8 +398,12 @@ class BlockPool:
         return seat.state is Peer.LEFT and seat.process is not None and seat.process.is_alive() is False
 
     def _given_back(self, hold: Hold, seat: Seat) -> bool:
-        # SYNC POINT block-reusable (observe): the reader's last access came before its store
-        return seat.returned[hold.number] == hold.generation
+        # SYNC POINT block-reusable (observe): the reader's last access came before its store, or before its tickets
+        word = seat.returned[hold.number]
+        if word & layout.RETURNED_GENERATION != hold.generation:
+            return False
+        names = word >> layout.RETURNED_NAMES_SHIFT
+        return not names or all_reached(seat.named, seat.tickets, hold.number, names)
 
     def _never_taken(self, hold: Hold, seat: Seat) -> bool:
         """It left before it came to this message."""

@@ -6,9 +6,12 @@ the store to `consumed`, from which on a message's holds are in its reader's han
 
 The callback runs anywhere: in the garbage collector, in another thread, inside the endpoint's lock. So it is one look
 and one aligned store, and the writer looks for it when it next needs room. An interrupt within it is lost, and with it
-the store (Python reports what a callback raises, and goes on); `sweep` makes up for that.
+the store (Python reports what a callback raises, and goes on); `sweep` makes up for that. It may come by in another
+thread while the callback is under way, and two that store would be one too many: by the time of the second, the hold's
+number may be another hold's. So whoever gives a lease back *claims* it, in one step; only an interrupt drops a claim.
 
-A hold whose bytes a device may still read has a *gate*, and goes back by way of it (`arena.gate`).
+A hold whose bytes a device may still read has a *gate*, and goes back by way of it (`arena.gate`): if need be on
+*tickets*, which the device writes by itself (`arena.tickets`).
 """
 
 from __future__ import annotations
@@ -18,25 +21,31 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from arena import memory
 from arena.device import copies_in_use
 from arena.errors import CorruptFrame
 from arena.memory import Mapping, Segment, Words
+from arena.tickets import Tickets, give_back
 
 if TYPE_CHECKING:
     import torch
 
     from arena.device import Copies
-    from arena.gate import DeviceLog, Gate
+    from arena.device_log import DeviceLog
+    from arena.gate import Gate
     from arena.pin import Pins
+
+
+ALIGN_SLACK_BYTES: Final = 16
+"""In front of a tensor in its hold there may be fewer bytes than this (`arena.codec`)."""
 
 
 class Borrower:
     """A reader's end of the arena: maps segments as frames name them, and gives holds back."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a reader has
         self,
         segment: Callable[[int], tuple[int, int] | None],
         drop_segment: Callable[[int], None],
@@ -47,12 +56,13 @@ class Borrower:
         views: str,
         pin: str = "auto",
         log: DeviceLog | None = None,
+        tickets: Tickets | None = None,
     ) -> None:
         self._segment = segment
         self._drop_segment = drop_segment
         self._returned = returned
         self.log = log
-        self._home = _Home(consumed, returned, self, pin)
+        self._home = _Home(consumed, returned, self, pin, tickets)
         self._max_holds = max_holds
         self._views = views
         self._mappings: dict[int, Mapping] = {}
@@ -72,6 +82,7 @@ class Borrower:
         lease.sequence = sequence
         lease.words = words
         lease.gate = None
+        lease.claim = {}
         lease.epoch = memory.fork_epoch()
         _leases[id(lease)] = lease
         if home.pins is not None:  # looked at with the lease in its place: see `use`
@@ -104,6 +115,12 @@ class Borrower:
     def pins(self) -> Pins | None:
         """The segments as the device sees them; None while this process uses none."""
         return self._home.pins
+
+    @property
+    def lends(self) -> bool:
+        """Whether anything that was borrowed is still in use."""
+        leases = list(_leases.values())
+        return any(getattr(one, "home", None) is self._home and one() is not None for one in leases)
 
     def prefault(self, numbers: list[int]) -> None:
         """Map these segments now, with all their pages, rather than when a frame first names them."""
@@ -156,14 +173,17 @@ class Borrower:
 class _Home:
     """Where a lease goes back to: its reader's words, which outlive the reader, and its device, if there is one."""
 
-    __slots__ = ("_borrower", "consumed", "pins", "policy", "returned")
+    __slots__ = ("_borrower", "consumed", "pins", "policy", "returned", "tickets")
 
-    def __init__(self, consumed: Words, returned: Words, borrower: Borrower, policy: str) -> None:
+    def __init__(
+        self, consumed: Words, returned: Words, borrower: Borrower, policy: str, tickets: Tickets | None
+    ) -> None:
         self.consumed = consumed
         self.returned = returned
         self.pins: Pins | None = None
         self._borrower = weakref.ref(borrower)
         self.policy = policy
+        self.tickets = tickets
 
     @property
     def _log(self) -> DeviceLog | None:
@@ -192,24 +212,29 @@ class _Home:
         """A gate for one of its leases."""
         from arena.gate import Gate
 
-        return Gate(mapped, self._log)
+        return Gate(mapped, self._log, self.tickets)
 
 
 class Lease(weakref.ref[Any]):
     """A weak reference to the views of one hold, with all that giving it back takes, and nothing else."""
 
-    __slots__ = ("epoch", "gate", "home", "sequence", "words")
+    __slots__ = ("claim", "epoch", "gate", "home", "sequence", "words")
 
     home: _Home
     sequence: int
     words: tuple[int, int, int, int, int]
     gate: Gate | None
+    claim: dict[None, object]  # whose it is to give back
     epoch: int
 
     @property
     def segment(self) -> int:
         """The number of the segment that it is in."""
         return self.words[0]
+
+    def is_all_of(self, nbytes: int) -> bool:
+        """Whether a tensor of so many bytes is everything in it, but for what aligns its first element."""
+        return 0 <= self.words[2] - nbytes < ALIGN_SLACK_BYTES
 
 
 _leases: dict[int, Lease] = {}
@@ -230,18 +255,30 @@ os.register_at_fork(after_in_child=_after_fork)
 def _give_back(lease: Lease) -> None:
     if getattr(lease, "epoch", None) != memory.fork_epoch():
         return  # a forked child's copy, neither its to give back nor mapped here; or interrupted before it was written
-    home = lease.home
+    ours = object()
+    try:
+        if lease.claim.setdefault(None, ours) is ours:
+            _settle(lease)
+    except BaseException:  # an interrupt
+        if lease.claim.get(None) is ours:
+            lease.claim.clear()
+        raise
+
+
+def _settle(lease: Lease) -> None:
+    """With the claim: store, or leave that to the helper, who comes back here once the gate opens."""
+    home, gate = lease.home, lease.gate
     if home.consumed[0] > lease.sequence:
-        gate = lease.gate
+        names: tuple[int, ...] = ()
         if gate is not None and not gate.is_empty():
-            gate.view_died(partial(_give_back, lease))  # to come back here once it is
-            return
-        words, returned = lease.words, home.returned
-        hold, generation = words[3], words[4]
-        # A later hold of this number may be back already: our own word never goes down.
-        if returned[hold] < generation:  # noqa: PLR1730 - max() stores in any case
-            # SYNC POINT block-reusable (publish): the last view is dead, and no copy reads, before this store is seen
-            returned[hold] = generation
+            found = gate.names()
+            if found is None:
+                gate.view_died(partial(_settle, lease))
+                return
+            names = found
+        give_back(home.returned, home.tickets, lease.words[3], lease.words[4], names)
+        if names and gate is not None:
+            gate.goes_on_tickets()
     _leases.pop(id(lease), None)
 
 
@@ -281,4 +318,4 @@ def _remember_stream(lease: Lease) -> None:
     copies = lease.home.pins.copies
     stream = copies.current_stream()
     if stream is not None:
-        gate_of(lease).remember(copies, stream)
+        gate_of(lease).guess(copies, stream)

@@ -5,59 +5,96 @@ the copy engine has yet to read. So a hold that a device may read has a gate, wi
 in streams that have to pass, recorded behind a copy; and *streams*, of which all that is queued when the view dies has
 to pass (torch's meaning of ``record_stream``).
 
+For whoever says nothing there is a *guess*: the stream that was current at the dequeue counts as remembered, until all
+of the hold has been moved by `to_device`. Then its bytes are on the device, and what may be queued on that stream by
+now, a whole forward pass, need not be waited for.
+
+A passage is a *ticket* where the device can write one (`arena.tickets`), else an event. Of an event somebody has to ask
+the device whether it has passed; a ticket the device stores by itself, for the writer to see. So a hold goes one of
+three ways once its view is dead:
+
+- *at once*, if nothing is in its gate, or all of it has passed;
+- *on tickets*, if all that is left are a few of them: the hold goes back naming these, and the writer waits for them;
+- *through the helper*, a thread that asks the device until everything has passed. Of remembered streams it has to
+  record the point first: a callback makes no call to a device. What it can record as tickets goes on tickets, then.
+
 **Why there is exactly one store.** A gate has two lives, and in each of them one kind of thread touches it.
 
 - While the view lives, those who use it: whoever adds to the gate holds the tensor, so the view can't die under it.
 - The view's death is an event of its own: the interpreter clears the weak reference, then calls back, once. From here
-  on nobody can add. The callback looks at the gate: if there is nothing in it, it stores; else it appends to a deque,
-  which needs no lock and calls no device, and wakes the helper.
+  on nobody can add. The callback claims the lease (`arena.borrow`) and looks at the gate: if there is nothing in it but
+  tickets, it stores; else it appends to a deque, which needs no lock and calls no device, and wakes the helper.
 - After that only the helper thread touches it: records on the streams, waits, and stores.
 
 So the one look of the callback decides who stores, and no order of death and passage leads to none or to two. Should
-an interrupt have torn the callback, `sweep` (`arena.borrow`) repeats it; a gate that the helper has it does not take
-twice, and a hold's word never goes down.
+an interrupt have torn the callback, the claim is dropped, and `sweep` repeats it; a gate that the helper has it does
+not take twice, and a hold's word never goes down. Around a copy the whole of its stream is in the gate until the copy's
+passage is, so an interrupt in between leaves too much to wait for, never too little.
 
-One helper thread serves the process. It makes all calls to the device that are not the user's own, sleeps on an
-eventfd unless a dead view's gate is shut, and then looks again in steps that follow the gate's age: 50 µs at first, a
-64th of it later, 1 ms at most.
+What went back on tickets is out of our hands, but not its memory: that stays mapped and registered until the tickets
+have been written, which the helper sees to (`arena.helper`).
 """
 
 from __future__ import annotations
 
-import os
-import select
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
-from arena.device import Copies, Passage, Stream
-from arena.probe import HISTOGRAM_WORDS, Probe
+from arena.helper import helper
+from arena.layout import NAMES
+from arena.tickets import Ticket, Tickets, name_of
 
-_FIRST_LOOK_NS: Final = 50_000
-_LAST_LOOK_NS: Final = 1_000_000
-_SHARE_OF_AGE: Final = 64
+if TYPE_CHECKING:
+    from arena.device import Copies, Passage, Stream
+    from arena.device_log import DeviceLog
+    from arena.probe.hooks import Trace
+
 _monotonic_ns = time.monotonic_ns
 
 
 class Gate:
     """What has to pass before one hold goes back. See the head of this file for who may touch it when."""
 
-    __slots__ = ("_log", "_memory", "_passages", "_streams", "taken")
+    __slots__ = (
+        "_guess",
+        "_log",
+        "_memory",
+        "_passages",
+        "_streams",
+        "_tickets",
+        "died_ns",
+        "named",
+        "taken",
+        "traced",
+    )
 
-    def __init__(self, memory: object, log: DeviceLog | None) -> None:
+    def __init__(self, memory: object, log: DeviceLog | None, tickets: Tickets | None = None) -> None:
         self._memory = memory  # keeps the range mapped, and registered, for as long as a copy may read it
         self._log = log
+        self._tickets = tickets
         self._passages: deque[Passage] = deque()
         self._streams: list[tuple[Copies, Stream]] = []
+        self._guess: tuple[Copies, Stream] | None = None
         self.taken = False  # by the helper
+        self.named = False  # its hold went back, naming the tickets that are still to be reached
+        self.traced: tuple[int, Trace] | None = None  # the sampled message that a copy through it was for
+        self.died_ns = 0  # when its view did, if it is traced
 
     # ── while the view lives ─────────────────────────────────────────────────────────────────────
     def remember(self, copies: Copies, stream: Stream) -> None:
         """All that is queued there when the view dies has to pass."""
         if (copies, stream) not in self._streams:
             self._streams.append((copies, stream))
+
+    def guess(self, copies: Copies, stream: Stream) -> None:
+        """The same, unless all of the hold is moved, by a copy that is in here, before its view dies."""
+        self._guess = copies, stream
+
+    def moved_whole(self) -> None:
+        """It was, and that copy is in here."""
+        self._guess = None
 
     def remember_everything(self, copies: Copies) -> None:
         """The same for every stream of the process: who used the view is not known."""
@@ -77,21 +114,68 @@ class Gate:
 
     def is_empty(self) -> bool:
         """Whether there is nothing to wait for."""
-        return not (self._streams or self._passages)
+        return not (self._streams or self._passages or self._guess)
+
+    def point(self, copies: Copies, stream: Stream) -> Passage:
+        """The point that the stream has come to: a ticket if possible."""
+        ticket = None if self._tickets is None else self._tickets.issue(copies, stream)
+        return copies.record(stream) if ticket is None else ticket
+
+    # ── at its death ─────────────────────────────────────────────────────────────────────────────
+    def names(self) -> tuple[int, ...] | None:
+        """What the hold has to name in order to go back now; None if there is more to wait for than it can name.
+
+        Called back, anywhere: looks at memory, and at nothing else.
+        """
+        if self._streams or self._guess:
+            return None
+        left: dict[int, int] = {}
+        for passage in self._passages:
+            if not isinstance(passage, Ticket):
+                return None
+            if not passage.passed():
+                left[passage.index] = max(left.get(passage.index, 0), passage.number)
+        return tuple(map(name_of, left, left.values())) if len(left) <= NAMES else None
+
+    def goes_on_tickets(self) -> None:
+        """Called back, anywhere: the hold went back on tickets. Its memory has to stay until they are reached."""
+        self.named = True
+        if self._log is not None:
+            self._log.released("ticket")
+        if self.taken:
+            return
+        if self.traced is None:
+            helper.watch(self)
+        else:
+            self.died_ns = _monotonic_ns()
+            helper.gate(self, _nothing)
 
     def view_died(self, release: Callable[[], object]) -> None:
         """Called back, anywhere: `release` once it is open. No lock, no device, can't raise."""
         if not self.taken:  # else a sweep came by while it is shut
+            if self.traced is not None:
+                self.died_ns = _monotonic_ns()
             helper.gate(self, release)
+
+    def devices(self) -> list[Copies]:
+        """Whose streams are still to be recorded."""
+        return [copies for copies, _ in [*self._streams, *([self._guess] if self._guess else [])]]
 
     # ── after its death, in the helper ───────────────────────────────────────────────────────────
     def has_passed(self) -> bool:
         """Whether nothing can read the bytes any more. At no moment is the gate empty before that."""
+        if self._guess is not None:
+            self.remember(*self._guess)
+            self._guess = None
         for copies, stream in list(self._streams):
             self._record(copies, stream)
         while self._passages and self._passages[0].passed():
             self._passages.popleft()
         return self.is_empty()
+
+    def opens(self) -> bool:
+        """Whether the hold can go back, if need be on tickets."""
+        return self.has_passed() or self.names() is not None
 
     def shut(self, now_ns: int) -> None:
         """The view died, and not everything has passed."""
@@ -102,7 +186,15 @@ class Gate:
         """Everything has; it took until now."""
         if self._log is not None:
             self._log.left(self, now_ns - since_ns)
+            if self.traced is not None:
+                self._log.passed(*self.traced, self.died_ns, now_ns)
+        self.leave()
+
+    def leave(self) -> None:
+        """Nothing is left to wait for: neither is the memory needed any more."""
         self._memory = None
+        if self._log is not None:
+            self._log.gone(self)
 
     def _record(self, copies: Copies, stream: Stream) -> None:
         """From "all of the stream" to a point in it."""
@@ -110,7 +202,7 @@ class Gate:
             if stream is not _EVERY_STREAM:
                 if copies.is_capturing(stream):
                     return  # what is recorded now would become part of the graph
-                self._passages.append(copies.record(stream))
+                self._passages.append(self.point(copies, stream))
             else:
                 self._passages.append(copies.record_everything())
         except Exception:  # the stream is gone, or the device is
@@ -132,186 +224,9 @@ class _Copying:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
-            self._gate.add(self._copies.record(self._stream))
+            self._gate.add(self._gate.point(self._copies, self._stream))
             self._gate._streams.remove((self._copies, self._stream))
 
 
-# ── the helper ───────────────────────────────────────────────────────────────────────────────────
-Job = Iterator[object]
-"""Work for the helper, in steps. Between two of them it looks at the gates."""
-
-
-class _Helper:
-    """The process's one thread for devices. `gate` and `do` may be called from anywhere, once `start` was."""
-
-    def __init__(self) -> None:
-        self._fd = -1
-        self._dead: deque[tuple[Gate, Callable[[], object]]] = deque()
-        self._jobs: deque[Job] = deque()
-        self._starting = threading.RLock()  # not a plain one: a signal handler may start it too
-        self._entered: set[str] = set()
-
-    def start(self) -> None:
-        """Have it ready: it must not be for a callback to start a thread."""
-        if self._fd >= 0:
-            return
-        with self._starting:
-            if self._fd < 0:
-                fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                threading.Thread(target=self._run, args=(fd,), name="arena-device", daemon=True).start()
-                self._fd = fd
-
-    def gate(self, gate: Gate, release: Callable[[], object]) -> None:
-        """The view died: `release` once the gate is open. No lock, no device, can't raise."""
-        self._dead.append((gate, release))
-        self._wake()
-
-    def do(self, job: Job) -> None:
-        """Work off a job. Likewise."""
-        self._jobs.append(job)
-        self._wake()
-
-    def enter(self, copies: Copies) -> None:
-        """In the helper: be ready for calls to this device."""
-        if copies.kind not in self._entered:
-            copies.enter_helper()
-            self._entered.add(copies.kind)
-
-    def forget(self) -> None:
-        """In a forked child, which has no such thread."""
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def _wake(self) -> None:
-        try:
-            os.eventfd_write(self._fd, 1)
-        except OSError:
-            pass  # not started, so nobody needs it; or awake for the next 2^64 times
-
-    def _run(self, fd: int) -> None:
-        sleeping = select.poll()
-        sleeping.register(fd, select.POLLIN)
-        shut: list[_Shut] = []
-        while True:
-            if not shut and not self._jobs:
-                sleeping.poll()
-            try:
-                os.eventfd_read(fd)  # before the look at the deques: what comes after it wakes us again
-            except BlockingIOError:
-                pass
-            while self._dead:
-                gate, release = self._dead.popleft()
-                if not gate.taken:
-                    gate.taken = True
-                    shut.append(_Shut(gate, release))
-            if self._jobs:
-                self._step()
-            shut = [one for one in shut if not self._opened(one)]
-            if shut and not self._jobs:
-                age_ns = _monotonic_ns() - shut[-1].since_ns
-                time.sleep(min(max(age_ns // _SHARE_OF_AGE, _FIRST_LOOK_NS), _LAST_LOOK_NS) / 1e9)
-
-    def _opened(self, one: _Shut) -> bool:
-        try:
-            for copies, _ in one.gate._streams:
-                self.enter(copies)
-            passed = one.gate.has_passed()
-        except Exception:
-            passed = False  # a shut gate costs a block, an open one could cost its bytes
-        if passed:
-            one.release()
-            one.gate.opened(one.since_ns, _monotonic_ns())
-        elif not one.seen:
-            one.seen = True
-            one.gate.shut(one.since_ns)
-        return passed
-
-    def _step(self) -> None:
-        job = self._jobs[0]
-        try:
-            next(job)
-            self._jobs.rotate(-1)
-        except Exception:  # its end, or a bug in it that must not take the gates along
-            self._jobs.remove(job)
-
-
-class _Shut:
-    """A gate that a dead view waits at."""
-
-    __slots__ = ("gate", "release", "seen", "since_ns")
-
-    def __init__(self, gate: Gate, release: Callable[[], object]) -> None:
-        self.gate, self.release, self.since_ns, self.seen = gate, release, _monotonic_ns(), False
-
-
-helper = _Helper()
-
-
-def _after_fork() -> None:
-    global helper  # noqa: PLW0603 - one for the process, as forks are
-    helper.forget()
-    helper = _Helper()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-# ── what is seen of it ───────────────────────────────────────────────────────────────────────────
-class DeviceLog:
-    """What one endpoint's probe page says about pins, gates and copies.
-
-    Mostly written by the helper, while the endpoint sleeps: so what changes is shown at once. No two threads add to
-    one word but for the copies, which are counted by whoever makes them.
-    """
-
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
-        word = probe.word
-        self._pinned = word("segment_pinned")
-        self._pinned_bytes = word("segment_pinned_bytes")
-        self._pin_seconds = word("pin_seconds_total")
-        self._waits = word("dma_gate_wait_seconds")
-        self._blocks = word("blocks_in_gate")
-        self._oldest = word("gate_oldest_since_nanoseconds")
-        self._inside: dict[Gate, int] = {}  # in the order in which they came
-
-    def pinned(self, segments: int, nbytes: int, took_ns: int) -> None:
-        """So many more segments are registered; fewer, if negative."""
-        for word, amount in ((self._pinned, segments), (self._pinned_bytes, nbytes), (self._pin_seconds, took_ns)):
-            self._probe.count(word, amount)
-            self._probe.show(word)
-
-    def pin_failed(self, reason: str, took_ns: int) -> None:
-        """A segment is not."""
-        for word, amount in ((self._probe.word("pin_failures_total", reason), 1), (self._pin_seconds, took_ns)):
-            self._probe.count(word, amount)
-            self._probe.show(word)
-
-    def copied(self, mode: str) -> None:
-        """A tensor was sent to the device."""
-        word = self._probe.word("device_copies_total", mode)
-        self._probe.count(word)
-        self._probe.show(word)
-
-    def entered(self, gate: Gate, now_ns: int) -> None:
-        """A dead view waits."""
-        self._inside[gate] = now_ns
-        self._show_gates()
-
-    def left(self, gate: Gate, took_ns: int) -> None:
-        """Its hold went back."""
-        self._probe.observe(self._waits, took_ns)
-        self._probe.show(self._waits, HISTOGRAM_WORDS)
-        if self._inside.pop(gate, None) is not None:
-            self._show_gates()
-
-    def _show_gates(self) -> None:
-        self._probe.gauge(self._blocks, len(self._inside))
-        self._probe.gauge(self._oldest, next(iter(self._inside.values()), 0))
-        self._probe.show(self._blocks)
-        self._probe.show(self._oldest)
-
-
-def device_log(probe: Probe | None) -> DeviceLog | None:
-    """What an endpoint with this probe records; nothing without one."""
-    return None if probe is None else DeviceLog(probe)
+def _nothing() -> None:
+    pass

@@ -1,6 +1,6 @@
 """Pins: an endpoint's segments, registered with the device so that it can copy from them by itself.
 
-Registering takes milliseconds to most of a second, so it is the helper's work (`arena.gate`), begun when a segment is
+Registering takes milliseconds to most of a second, so it is the helper's work (`arena.helper`), begun when a segment is
 first seen by a process that uses a device, and never waited for unless ``pin="required"``. What can't be registered
 stays as it is, with the reason kept and counted: copies from it go the slow way.
 
@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from arena import gate, memory
+from arena import memory
 from arena.device import Copies, PinRefused
 from arena.errors import PinFailed
-from arena.gate import DeviceLog, Job
+from arena.helper import Job, helper
 from arena.memory import Mapping
 from arena.state import Pin, move
+from arena.tickets import Tickets
+
+if TYPE_CHECKING:
+    from arena.device_log import DeviceLog
 
 _PATIENCE_S: Final = 60.0
 _monotonic_ns = time.monotonic_ns
@@ -54,14 +58,14 @@ class Pins:
         self.log = log
         self._policy = policy
         self._segments: dict[int, Pinned] = {}
-        gate.helper.start()
+        helper.start()
 
     def want(self, number: int, mapping: Mapping) -> None:
         """See to it that this segment gets registered. Returns at once."""
         pinned = self._segments.setdefault(number, Pinned(mapping.nbytes))
         if pinned.state is Pin.UNPINNED and self._policy != "off":
             pinned.state = move(pinned.state, "want")
-            gate.helper.do(_registering(self.copies, mapping, pinned, self.log))
+            helper.do(_registering(self.copies, mapping, pinned, self.log))
 
     def waits(self, number: int) -> bool:
         """Whether `state` will, for this segment."""
@@ -102,7 +106,7 @@ def _registering(copies: Copies, mapping: Mapping, pinned: Pinned, log: DeviceLo
     mapping.leave_unmapping_to(_Unmapping(copies, pinned, log))
     began_ns = _monotonic_ns()
     try:
-        gate.helper.enter(copies)
+        helper.enter(copies)
         began_ns = _monotonic_ns()
         copies.register(mapping.address, mapping.nbytes, writable=mapping.writable)
     except Exception as error:
@@ -119,6 +123,21 @@ def _registering(copies: Copies, mapping: Mapping, pinned: Pinned, log: DeviceLo
     yield None
 
 
+def register_tickets(tickets: Tickets, copies: Copies) -> None:
+    """Have a reader's tickets registered, so that the device can write them. What can't be goes on events."""
+    helper.start()
+    helper.do(_opening(tickets, copies))
+
+
+def _opening(tickets: Tickets, copies: Copies) -> Job:
+    pinned = Pinned(tickets.control.nbytes)
+    pinned.state = move(pinned.state, "want")
+    yield from _registering(copies, tickets.control, pinned, None)
+    if pinned.is_pinned:
+        helper.watches = True
+        tickets.open(copies)
+
+
 class _Unmapping:
     """What ends a mapping that was to be registered. Called anywhere: only hands the work on."""
 
@@ -130,13 +149,13 @@ class _Unmapping:
 
     def __call__(self, address: int, nbytes: int) -> None:
         if self._epoch == memory.fork_epoch():
-            gate.helper.do(self._ending(address, nbytes))
+            helper.do(self._ending(address, nbytes))
         else:
             memory.unmap(address, nbytes)  # a forked child's copy: no device knows of it
 
     def _ending(self, address: int, nbytes: int) -> Job:
         if self._pinned.is_pinned:
-            gate.helper.enter(self._copies)
+            helper.enter(self._copies)
             self._copies.unregister(address)  # raises where it can't: then the helper drops this job, and nothing more
             if self._log is not None:
                 self._log.pinned(-1, -nbytes, 0)

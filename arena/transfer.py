@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,12 @@ import torch
 from arena import borrow
 from arena.device import Copies, Stream, copies_in_use, open_copies
 from arena.errors import InvalidArgument
+from arena.probe import COPY_MODES, MODE_BITS, Event, Probe
 
 if TYPE_CHECKING:
-    from arena.gate import DeviceLog
+    from arena.device_log import DeviceLog
     from arena.pin import Pins
+    from arena.probe.hooks import Trace
 
 
 class Mover:
@@ -26,14 +29,23 @@ class Mover:
         stream: on which; by default the calling thread's current one there.
         log: counts the copies.
         gated: called around a copy that keeps the caller waiting: it is not from pinned memory.
+        moving: takes down what is copied, and through which gates, for a message that is traced.
     """
 
-    def __init__(self, device: torch.device, stream: Stream, log: DeviceLog | None, gated: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        stream: Stream,
+        log: DeviceLog | None,
+        gated: Callable[[], Any],
+        moving: Moving | None = None,
+    ) -> None:
         self._device = device
         self._copies: Copies = open_copies(device.type)
         self._stream = self._copies.current_stream(device) if stream is None else stream
         self._log = log
         self._gated = gated
+        self._moving = moving
         if self._copies.is_capturing(self._stream):
             raise InvalidArgument(
                 "a copy from the arena can't be part of a graph",
@@ -57,10 +69,29 @@ class Mover:
         pinned = bool(leases) and self._is_pinned(leases) and source.is_contiguous()
         if self._log is not None:
             self._log.copied("pinned_async" if pinned else "pageable_sync")
-        if not pinned:
+        if self._moving is not None:
+            self._moving.copied("pinned_async" if pinned else "pageable_sync", source.nbytes, leases)
+        if pinned:
+            moved = self._timed(source, leases)
+        else:
             with self._gated():
-                return self._behind_gates(source, leases, pinned=False)
-        return self._behind_gates(source, leases, pinned=True)
+                moved = self._behind_gates(source, leases, pinned=False)
+        for lease in leases:
+            if lease.is_all_of(source.nbytes):
+                borrow.gate_of(lease).moved_whole()
+        return moved
+
+    def _timed(self, source: torch.Tensor, leases: list[borrow.Lease]) -> torch.Tensor:
+        """A copy from pinned memory, and now and then how long a large one takes the device."""
+        nbytes = source.nbytes
+        watch = None if self._log is None else self._log.timing(self._copies, self._stream, nbytes)
+        if self._log is None or watch is None:
+            return self._behind_gates(source, leases, pinned=True)
+        watch.start()
+        moved = self._behind_gates(source, leases, pinned=True)
+        watch.stop()
+        self._log.timed(watch, nbytes)
+        return moved
 
     def _is_pinned(self, leases: list[borrow.Lease]) -> bool:
         in_use = copies_in_use()
@@ -81,9 +112,35 @@ class Mover:
             return self._behind_gates(source, leases[1:], pinned=pinned)
 
 
+class Moving:
+    """One call of `to_device` with the sampled message that its caller has: what it copied becomes one event."""
+
+    def __init__(self, probe: Probe, sequence: int, trace: Trace) -> None:
+        self._probe = probe
+        self._of = sequence, trace
+        self._began_ns = time.monotonic_ns()
+        self._nbytes = self._modes = 0
+
+    def copied(self, mode: str, nbytes: int, leases: list[borrow.Lease]) -> None:
+        """A tensor was; the holds of it that came with this message are told of when they go back."""
+        self._nbytes += nbytes
+        self._modes |= 1 << COPY_MODES.index(mode)
+        for lease in leases:
+            if lease.sequence == self._of[0]:
+                borrow.gate_of(lease).traced = self._of
+
+    def done(self) -> None:
+        """The call returns. Whether the device has copied by then depends on the mode."""
+        if self._modes:
+            (sequence, trace), now_ns = self._of, time.monotonic_ns()
+            what = self._nbytes << MODE_BITS | self._modes
+            self._probe.detail(Event.TO_DEVICE, sequence, now_ns, now_ns - self._began_ns, what, trace)
+
+
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
     """Say that work on `stream` uses this tensor: its block is not reused before what is queued there when the tensor
-    dies is over. For copies of your own from a dequeued tensor; `to_device` sees to its own.
+    dies is over. For copies of your own from a dequeued tensor; `to_device` sees to its own, and after it has moved a
+    tensor as a whole, no other stream is waited for unless it is said here.
 
     The meaning is that of `torch.Tensor.record_stream`, and a tensor on a device is handed on to that.
     """

@@ -54,6 +54,8 @@ class TwoBlocks:
         del del_me
         assert set(pins(self.reader).values()) == {"pinned"}
         eventually(lambda: not self.held())
+        if COPIES.writes_words:
+            eventually(lambda: self.reader._borrower._home.tickets._copies)
 
     def block(self, index: int) -> torch.Tensor:
         """What is in a block now."""
@@ -72,8 +74,10 @@ class TwoBlocks:
         self.queue.shutdown()
 
 
-@pytest.fixture
-def setting() -> Iterator[TwoBlocks]:
+@pytest.fixture(params=["tickets", "events"])
+def setting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoBlocks]:
+    """Both ways of a hold that a copy reads: the device says when it is over, or the helper asks."""
+    monkeypatch.setattr(COPIES, "writes_words", request.param == "tickets")
     with cpu_streams() as [stream]:
         made = TwoBlocks(stream)
         try:
@@ -81,6 +85,10 @@ def setting() -> Iterator[TwoBlocks]:
             yield made
         finally:
             made.close()
+
+
+on_tickets = pytest.mark.parametrize("setting", ["tickets"], indirect=True)
+by_the_helper = pytest.mark.parametrize("setting", ["events"], indirect=True)
 
 
 def copied(setting: TwoBlocks, how: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -152,6 +160,7 @@ def at_the_next_dequeue(monkeypatch: pytest.MonkeyPatch) -> None:
         for shut, release in waiting:
             shut._streams.clear()
             shut._passages.clear()
+            shut._guess = None
             release()
         waiting.clear()
         return real(self, timeout)
@@ -160,6 +169,7 @@ def at_the_next_dequeue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reader, "dequeue", dequeue)
 
 
+@by_the_helper
 @pytest.mark.parametrize("how", WAYS)
 def test_with_a_release_at_the_next_dequeue_that_test_fails(setting, how, monkeypatch):
     at_the_next_dequeue(monkeypatch)
@@ -268,17 +278,25 @@ def test_a_sweep_does_not_open_a_gate(setting):
     assert eventually(lambda: not setting.held() or None)
 
 
-def test_a_callback_that_an_interrupt_tore_is_made_up_for(setting, monkeypatch):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("where", ["is_empty", "names", "view_died", "goes_on_tickets"])
+def test_a_callback_that_an_interrupt_tore_is_made_up_for(setting, monkeypatch, where):
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
     setting.send(1)
     tensor = setting.take()
+    held = setting.stream.hold()
     setting.reader.to_device(tensor, "cpu", setting.stream)
     with monkeypatch.context() as patch:
-        patch.setattr(Gate, "view_died", lambda self, release: None)
-        setting.stream.hold().set()
+        patch.setattr(Gate, where, interrupted)
         del tensor
-    time.sleep(0.02)
     setting.reader._borrower.sweep()
+    time.sleep(0.02)
+    assert setting.held() == BLOCK
+    held.set()
     assert eventually(lambda: not setting.held() or None)
+    assert eventually(lambda: not [one for one in borrow._leases.values() if one() is None] or None)
 
 
 def test_a_stream_that_is_being_captured_is_asked_again_later(setting):
@@ -305,7 +323,7 @@ def test_a_copy_can_not_be_part_of_a_graph(setting):
 class Interrupted(CpuStream):
     """Does what it was told, and then the user presses ctrl-C."""
 
-    def record(self) -> Any:
+    def record(self, *_: int) -> Any:
         raise KeyboardInterrupt
 
 
@@ -315,6 +333,7 @@ def test_an_interrupt_behind_the_copy_leaves_the_whole_stream_to_wait_for(settin
     held = setting.stream.hold()
     with monkeypatch.context() as patch:
         patch.setattr(CpuStream, "record", Interrupted.record)
+        patch.setattr(CpuStream, "store", Interrupted.record)
         with pytest.raises(KeyboardInterrupt):
             setting.reader.to_device(tensor, "cpu", setting.stream)
     del tensor
@@ -403,6 +422,7 @@ def test_a_forked_child_that_drops_a_view_opens_no_gate():
 
 
 # ── what is seen of it ───────────────────────────────────────────────────────────────────────────
+@by_the_helper
 def test_the_page_shows_what_waits_since_when_and_how_long_it_took(setting):
     copies = setting.metric("device_copies_total", "pinned_async").value
     held = setting.stream.hold()

@@ -37,6 +37,13 @@ class Pair:
         self.queue.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def nothing_registered() -> None:
+    """What the last test left goes within a quarter of a second: so often the helper looks after tickets."""
+    gc.collect()
+    assert eventually(lambda: not COPIES.registered or None)
+
+
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     made = Pair()

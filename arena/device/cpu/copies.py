@@ -22,7 +22,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from arena.device import PinRefused
+from arena.device import PinRefused, WordWriter
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,29 @@ class _Passages:
         """See `arena.device.Passage`."""
         for passage in self._all:
             passage.wait()
+
+
+class _Stopwatch:
+    """When a stream came to two points of itself."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._times: list[int] = []
+
+    def start(self) -> None:
+        """See `arena.device.Stopwatch`."""
+        self._stream.submit(self._note)
+
+    def stop(self) -> None:
+        """See `arena.device.Stopwatch`."""
+        self._stream.submit(self._note)
+
+    def elapsed_ns(self) -> int | None:
+        """See `arena.device.Stopwatch`."""
+        return self._times[1] - self._times[0] if len(self._times) == 2 else None
+
+    def _note(self) -> None:
+        self._times.append(time.monotonic_ns())
 
 
 class _AtOnce:
@@ -122,6 +145,14 @@ class CpuStream:
         self.submit(event.set)
         return CpuPassage(event)
 
+    def store(self, address: int, number: int) -> None:
+        """Queue a store of 64 bits, which asks nobody whether the memory is still there."""
+        if self._closed:
+            self._thread.join()
+            _store(address, number)
+        else:
+            self.submit(partial(_store, address, number))
+
     def synchronize(self) -> None:
         """Wait for everything that is queued."""
         self.record().wait()
@@ -155,6 +186,7 @@ class CpuCopies:
         stuck: unregistering fails while this is set.
         lockable_bytes: how much may be registered in all.
         registered: what is registered now, by address, with its length.
+        writes_words: clear it to have the engine be one that can't.
     """
 
     kind = "cpu"
@@ -164,6 +196,7 @@ class CpuCopies:
         self.stuck = False
         self.lockable_bytes = 1 << 40
         self.registered: dict[int, int] = {}
+        self.writes_words = True
         self.before_register: Callable[[], object] = lambda: None
 
     def in_use(self) -> bool:
@@ -190,6 +223,10 @@ class CpuCopies:
     def record_everything(self) -> _Passages:
         """See `arena.device.Copies`."""
         return _Passages([stream.record() for stream in list(_streams)])
+
+    def stopwatch(self, stream: Any) -> _Stopwatch:
+        """See `arena.device.Copies`."""
+        return _Stopwatch(stream or _at_once)
 
     def to_device(self, source: torch.Tensor, device: torch.device, stream: Any, *, pinned: bool) -> torch.Tensor:
         """See `arena.device.Copies`."""
@@ -223,6 +260,18 @@ class CpuCopies:
         if sum(self.registered.values()) + nbytes > self.lockable_bytes:
             raise PinRefused("memlock_limit", f"{nbytes} bytes more than may be locked")
         self.registered[address] = nbytes
+
+    def word_writer(self, stream: Any, address: int, offset: int) -> WordWriter | None:
+        """See `arena.device.Copies`."""
+        if not self.writes_words or offset >= self.registered.get(address, 0):
+            return None
+
+        def write(number: int) -> bool:
+            if self.writes_words:
+                stream.store(address + offset, number)
+            return self.writes_words
+
+        return write
 
     def unregister(self, address: int) -> None:
         """See `arena.device.Copies`."""
@@ -263,6 +312,10 @@ def _move(target: int, source: int, nbytes: int, *kept: object) -> None:
     """Copy; `kept` lives until then. The source is never in it."""
     for at in range(0, nbytes, _CHUNK_BYTES):
         ctypes.memmove(target + at, source + at, min(_CHUNK_BYTES, nbytes - at))
+
+
+def _store(address: int, number: int) -> None:
+    ctypes.c_uint64.from_address(address).value = number
 
 
 def _nothing() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import torch
 
-from arena.device import Passage
+from arena.device import Passage, WordWriter
 from arena.device.cuda import driver, pins
 from arena.device.cuda.streams import cuda
 
@@ -49,6 +50,32 @@ class CudaPassage:
         self._event.synchronize()
 
 
+class _Stopwatch:
+    """Two events of one stream."""
+
+    __slots__ = ("_began", "_ended", "_stream")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._began, self._ended = (cuda.Event(enable_timing=True) for _ in range(2))
+
+    def start(self) -> None:
+        """See `arena.device.Stopwatch`."""
+        self._began.record(self._stream)
+
+    def stop(self) -> None:
+        """See `arena.device.Stopwatch`."""
+        self._ended.record(self._stream)
+
+    def elapsed_ns(self) -> int | None:
+        """See `arena.device.Stopwatch`."""
+        with Relaxed():
+            if not self._ended.query():
+                return None
+            milliseconds: float = self._began.elapsed_time(self._ended)
+        return round(milliseconds * 1e6)
+
+
 class _EveryStream:
     """Everything that is queued on any GPU.
 
@@ -71,6 +98,43 @@ class _EveryStream:
         for index in range(torch.cuda.device_count()):
             if driver.has_context(index):
                 torch.cuda.synchronize(index)
+
+
+class _StreamWord:
+    """One word, and the stream that writes it. See `arena.device.WordWriter`."""
+
+    __slots__ = ("_address", "_device", "_handle", "_identity", "_stream")
+
+    def __init__(self, stream: Any, address: int, offset: int) -> None:
+        self._stream = stream  # the object, for as long as torch ties a stream to it
+        self._handle: int = stream.cuda_stream
+        self._device: int = stream.device.index
+        with torch.cuda.device(self._device):
+            self._address = driver.device_address(address) + offset
+            self._identity = driver.stream_id(self._handle)
+
+    def __call__(self, number: int) -> bool:
+        if torch.cuda.current_device() == self._device:
+            return self._write(number)
+        with torch.cuda.device(self._device):  # the default stream's handle means that of the current device
+            return self._write(number)
+
+    def _write(self, number: int) -> bool:
+        try:
+            if driver.stream_id(self._handle) != self._identity:
+                return False
+            driver.write_word(self._handle, self._address, number)
+        except driver.DriverError:
+            return False
+        return True
+
+
+@cache
+def _can_write_words(index: int) -> bool:
+    try:
+        return driver.can_write_words(index)
+    except driver.DriverError:
+        return False
 
 
 class CudaCopies:
@@ -106,6 +170,10 @@ class CudaCopies:
         """See `arena.device.Copies`."""
         return _EveryStream()
 
+    def stopwatch(self, stream: Any) -> _Stopwatch:
+        """See `arena.device.Copies`."""
+        return _Stopwatch(stream)
+
     def to_device(self, source: torch.Tensor, device: torch.device, stream: Any, *, pinned: bool) -> torch.Tensor:
         """See `arena.device.Copies`."""
         with torch.cuda.stream(stream):
@@ -123,6 +191,15 @@ class CudaCopies:
     def register(self, address: int, nbytes: int, *, writable: bool) -> None:
         """See `arena.device.Copies`."""
         pins.register(address, nbytes, writable=writable)
+
+    def word_writer(self, stream: Any, address: int, offset: int) -> WordWriter | None:
+        """See `arena.device.Copies`."""
+        if not _can_write_words(stream.device.index):
+            return None
+        try:
+            return _StreamWord(stream, address, offset)
+        except driver.DriverError:
+            return None
 
     def unregister(self, address: int) -> None:
         """See `arena.device.Copies`."""

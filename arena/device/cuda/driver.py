@@ -13,6 +13,8 @@ from typing import Any, Final
 
 _IPC_LAZY_PEER_ACCESS: Final = 1
 _PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6
+_CAN_USE_64_BIT_STREAM_MEM_OPS: Final = 122
+_NOT_FOUND: Final = 500
 IPC_HANDLE_BYTES: Final = 64
 
 
@@ -66,6 +68,39 @@ def is_capturing(stream: int) -> bool:
     status = ctypes.c_int()
     _call("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(status))
     return status.value != 0
+
+
+def can_write_words(index: int) -> bool:
+    """Whether that GPU's streams can store 64-bit words by themselves; 0 is the first that this process sees."""
+    device, able = ctypes.c_int(), ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    _call("cuDeviceGetAttribute", ctypes.byref(able), ctypes.c_int(_CAN_USE_64_BIT_STREAM_MEM_OPS), device)
+    return able.value != 0
+
+
+def stream_id(stream: int) -> int:
+    """A number that no other stream of this process has, or will have: handles are used again."""
+    number = ctypes.c_ulonglong()
+    _call("cuStreamGetId", ctypes.c_void_p(stream), ctypes.byref(number))
+    return number.value
+
+
+def write_word(stream: int, address: int, number: int) -> None:
+    """Queue a store of 64 bits behind what is queued on a stream, and behind a fence for the whole system."""
+    _call(
+        "cuStreamWriteValue64_v2",
+        ctypes.c_void_p(stream),
+        ctypes.c_uint64(address),
+        ctypes.c_uint64(number),
+        ctypes.c_uint(0),
+    )
+
+
+def device_address(address: int) -> int:
+    """Where the current device sees a range of the host that is registered, by its first byte."""
+    found = ctypes.c_uint64()
+    _call("cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0))
+    return found.value
 
 
 def exchange_capture_mode(mode: int) -> int:
@@ -205,7 +240,11 @@ class Launch:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_driver(), name)(*arguments)
+    try:
+        function = getattr(_driver(), name)
+    except AttributeError:
+        raise DriverError(f"{name}: this driver has no such call", _NOT_FOUND) from None
+    status = function(*arguments)
     if status:
         raise DriverError(_describe(name, status), status)
 

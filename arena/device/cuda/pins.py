@@ -12,6 +12,7 @@ from arena.device import PinRefused
 from arena.device.cuda import driver
 
 _PORTABLE: Final = 1  # for every context of the process, so for all its GPUs
+_DEVICE_MAP: Final = 2  # where the device may write to it, it also has an address there
 _READ_ONLY: Final = 8  # for a mapping that the process itself may not write to
 
 _REASONS: Final = {
@@ -31,7 +32,7 @@ _RANGE_GONE: Final = (3, 4, 201, 709)  # the context is destroyed, and its regis
 
 def register(address: int, nbytes: int, *, writable: bool) -> None:
     """See `arena.device.Copies`."""
-    flags = _PORTABLE if writable else _PORTABLE | _READ_ONLY
+    flags = _PORTABLE | (_DEVICE_MAP if writable else _READ_ONLY)
     try:
         driver.register(address, nbytes, flags)
     except driver.DriverError as error:
