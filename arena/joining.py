@@ -1,6 +1,6 @@
-"""Joining: how the ranks of a process group become one communicator, with the same plan and paths on each.
+"""Joining: how the ranks of a process group become one communicator, with the same plans and paths on each.
 
-meet: every rank says what it asks for          -> one plan, or an error on all
+meet: every rank says what it asks for          -> one set of plans, or an error on all
 each path's set-up in lock-step                 -> the path, or a reason, on all
 compare what is left                            -> what one rank lost, all drop
 """
@@ -8,7 +8,7 @@ compare what is left                            -> what one rank lost, all drop
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,10 @@ from arena import plan as plans
 from arena.account import claim_directory, leave_directory
 from arena.device import Declined, Device, Place, ReducePath
 from arena.errors import InvalidArgument, RunDirectoryError, SetUpFailed
-from arena.lockstep import Budget, Rounds, Statement, set_up
-from arena.plan import Key, Plan
+from arena.lockstep import Budget, set_up
+from arena.plan import PLANNED, Key, Plan
 from arena.probe.metrics import ALLREDUCE_PATHS
+from arena.rounds import Rounds, Statement
 
 FORCED_BYTES: Final = 64 << 20
 """What a forced path is set up for where neither `max_size` nor the plan says."""
@@ -56,7 +57,7 @@ class Card:
     """What a rank says when it meets the others. What it can't have is told, not raised: the others wait for it."""
 
     asked: tuple[str, Wish]
-    plan: Plan | None = None
+    plans: Mapping[str, Plan] = field(default_factory=dict)
     refused: str = ""
     directory: str = ""  # from rank 0; without one there are no pages, and no path that needs a place to meet
     instance: str = ""
@@ -67,7 +68,8 @@ class Joined:
     """One rank's share of a communicator.
 
     Attributes:
-        paths: those that were set up, in the plan's order; the same on every rank.
+        plans: by operation, one of `PLANNED`.
+        paths: those that were set up, in the plans' order; the same on every rank.
         declined: the others, each with reason and text; the same on every rank.
         rounds: for later talk with the other ranks.
     """
@@ -75,7 +77,7 @@ class Joined:
     rank: int
     world: int
     rounds: Rounds
-    plan: Plan = field(init=False)
+    plans: dict[str, Plan] = field(default_factory=dict)
     directory: Path | None = None
     instance: str = ""
     paths: dict[str, ReducePath] = field(default_factory=dict)
@@ -92,15 +94,12 @@ class Joined:
 def join(group: dist.ProcessGroup, opened: Device, device: torch.device, wish: Wish, deadline_s: float) -> Joined:
     """Become one communicator with the other ranks of `group`; see `arena.allreduce.AllReduce`."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    joined = Joined(rank, world, Rounds(_store_of(group), _attempts.get(group, 0), rank, world))
+    joined = Joined(rank, world, rounds_of(group))
     try:
         card = _card(opened, device, wish, rank, world, group_name(group))
         joined.directory = Path(card.directory) if card.directory else None
-        try:
-            cards = joined.rounds.meet(card, deadline_s)
-        finally:
-            _attempts[group] = joined.rounds.attempt + 1
-        joined.plan = _agreed(cards)
+        cards = meet(group, joined.rounds, card, deadline_s)
+        joined.plans = dict(_agreed(cards))
         joined.directory = Path(cards[0].directory) if cards[0].directory else None
         joined.instance = cards[0].instance
         _set_up_paths(joined, group, opened, device, Budget(deadline_s))
@@ -110,6 +109,19 @@ def join(group: dist.ProcessGroup, opened: Device, device: torch.device, wish: W
         joined.leave()
         raise
     return joined
+
+
+def rounds_of(group: dist.ProcessGroup) -> Rounds:
+    """Rounds of this rank with the others of a group, to begin with `meet`."""
+    return Rounds(_store_of(group), _attempts.get(group, 0), dist.get_rank(group), dist.get_world_size(group))
+
+
+def meet(group: dist.ProcessGroup, rounds: Rounds, said: Any, deadline_s: float) -> list[Any]:
+    """The first of the rounds; the next ones over this group, whoever makes them, are others. See `Rounds.meet`."""
+    try:
+        return rounds.meet(said, deadline_s)
+    finally:
+        _attempts[group] = rounds.attempt + 1
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -122,27 +134,41 @@ def _card(opened: Device, device: torch.device, wish: Wish, rank: int, world: in
     asked = (device.type, wish)
     try:
         wish.check()
-        plan = effective_plan(opened, device, wish, world)
+        planned = effective_plans(opened, device, wish, world)
     except InvalidArgument as error:
         return Card(asked, refused=str(error))
     if rank != 0:
-        return Card(asked, plan)
+        return Card(asked, planned)
     try:
         directory, instance = claim_directory(name)
     except RunDirectoryError:
-        return Card(asked, plan)
-    return Card(asked, plan, directory=directory, instance=instance)
+        return Card(asked, planned)
+    return Card(asked, planned, directory=directory, instance=instance)
 
 
-def effective_plan(opened: Device, device: torch.device, wish: Wish, world: int) -> Plan:
-    """The plan that a wish comes to."""
-    fallback = opened.fallback
-    plan = wish.plan if wish.plan is not None else _kept_plan(opened, device, world)
+def effective_plans(opened: Device, device: torch.device, wish: Wish, world: int) -> dict[str, Plan]:
+    """The plans that a wish comes to, by operation.
+
+    One that is given, or tuned, is for all-reduce; the other operations keep to the paths that a given one names.
+    """
+    found: dict[str, Plan] = {}
+    for operation in PLANNED:
+        if operation != "all_reduce":
+            plan = plans.default_plan(opened.traits(device), world, operation)
+            if wish.plan is not None:
+                plan = plans.only(wish.plan.paths(), opened.fallback, plan)
+        else:
+            plan = wish.plan if wish.plan is not None else _kept_plan(opened, device, world)
+        found[operation] = _varied(plan, wish, opened.fallback, operation)
+    return found
+
+
+def _varied(plan: Plan, wish: Wish, fallback: str, operation: str) -> Plan:
     max_size = wish.max_size
     if wish.force_path is not None:
         if max_size is None:
             max_size = max(FORCED_BYTES, plan.ceiling(wish.force_path))
-        plan = plans.forced(wish.force_path, fallback, plan)
+        plan = plans.forced(wish.force_path, fallback, plan, operation)
     return plan if max_size is None else plans.limited(plan, max_size, fallback)
 
 
@@ -168,8 +194,8 @@ def key_of(opened: Device, device: torch.device, world: int) -> Key:
     return Key.of(opened.traits(device), world, mine)
 
 
-def _agreed(cards: list[Card]) -> Plan:
-    """Rank 0's plan, if all ranks ask for the same."""
+def _agreed(cards: list[Card]) -> Mapping[str, Plan]:
+    """Rank 0's plans, if all ranks ask for the same."""
     for rank, card in enumerate(cards):
         if card.refused:
             remedy = "correct it there; no rank has made a communicator"
@@ -182,8 +208,7 @@ def _agreed(cards: list[Card]) -> Plan:
                 found=f"{card.asked}",
                 remedy="make AllReduce with the same arguments on every rank",
             )
-    assert cards[0].plan is not None
-    return cards[0].plan
+    return cards[0].plans
 
 
 # ── what is to be had ────────────────────────────────────────────────────────────────────────────
@@ -192,12 +217,14 @@ def _set_up_paths(
 ) -> None:
     """One path after the other, the fallback last."""
     place = Place(joined.rank, joined.world, device, group, joined.directory)
-    makers, plan = opened.paths(), joined.plan
-    for name in (*(path for path in plan.paths() if path != opened.fallback), opened.fallback):
+    makers, planned = opened.paths(), joined.plans.values()
+    names = dict.fromkeys(path for plan in planned for path in plan.paths() if path != opened.fallback)
+    for name in (*names, opened.fallback):
         try:
             if name not in makers:
                 raise Declined("disabled", f"there is no path {name} on {opened.kind}")
-            steps = makers[name](place, plan.ceiling(name))
+            ceilings = (plan.ceiling(name) for plan in planned)  # that of all-reduce first: it needs the room
+            steps = makers[name](place, next(filter(None, ceilings), 0))
             joined.paths[name] = set_up(name, steps, joined.rounds, joined.rank, budget)
         except Declined as declined:
             joined.declined[name] = (declined.reason, declined.text)

@@ -46,8 +46,15 @@ MULTIMEM_WORLDS: Final[Mapping[tuple[int, int], frozenset[int]]] = {
 ONE_SHOT_CEILINGS: Final[Mapping[int, int]] = {2: LARGEST, 4: 384 * KIB, 6: 128 * KIB, 8: 128 * KIB}
 """Where the second trip of a two-shot begins to pay, on GPUs; at two ranks never."""
 
-CPU_ONE_SHOT_CEILINGS: Final[Mapping[int, int]] = {2: 512 * KIB, 4: 64 * KIB, 6: 32 * KIB, 8: 32 * KIB}
+CPU_ONE_SHOT_CEILINGS: Final[Mapping[int, int]] = {2: 128 * KIB, 4: 64 * KIB, 6: 32 * KIB, 8: 32 * KIB}
 """Where adding up becomes dearer than a second wait."""
+
+GPU_MOVE_CEILING: Final = 8 * MIB
+"""Up to here the own kernels gather, scatter and exchange. An assumption: nothing has been measured on GPUs yet."""
+
+MOVES: Final = ("all_gather", "reduce_scatter", "all_to_all")
+PLANNED: Final = ("all_reduce", *MOVES)
+"""The operations that have a plan of their own. What is fused onto one goes by its plan."""
 
 
 @dataclass(frozen=True)
@@ -112,23 +119,35 @@ class Plan:
 
 
 # ── defaults ─────────────────────────────────────────────────────────────────────────────────────
-def default_plan(traits: Traits, world: int) -> Plan:
-    """The plan that needs no measurement.
+def default_plan(traits: Traits, world: int, operation: str = "all_reduce") -> Plan:
+    """The plan of an operation that needs no measurement.
 
     Worlds that the tables lack (3, 5, 7) go by the next larger one. A chip that they lack gets the library alone.
     """
     fast, fallback = (_CPU_PATHS, "gloo") if traits.kind == "cpu" else (_GPU_PATHS, "nccl")
+    if operation in MOVES:
+        fast = fast[:1]
     if not 2 <= world <= MAX_WORLD:
         return Plan((Row(LARGEST, (fallback,)),), dict.fromkeys(fast, "world_size"), "default")
     if traits.kind == "cpu":
-        return _cpu_plan(world)
+        return Plan((Row(LARGEST, (*fast, fallback)),), origin="default") if operation in MOVES else _cpu_plan(world)
     if traits.capability not in CUSTOM_CEILINGS:
         return Plan((Row(LARGEST, (fallback,)),), dict.fromkeys(fast, "capability"), "default")
+    if operation in MOVES:
+        return Plan((Row(GPU_MOVE_CEILING, ("one_shot", "nccl")), Row(LARGEST, ("nccl",))), origin="default")
     return _gpu_plan(traits.capability, world)
 
 
-_CPU_PATHS: Final = ("cpu_one_shot", "cpu_two_shot")
-_GPU_PATHS: Final = ("one_shot", "two_shot", "symm_mem_one_shot", "symm_mem_two_shot", "symm_mem_multimem")
+_CPU_PATHS: Final[tuple[str, ...]] = ("cpu_one_shot", "cpu_two_shot")
+_GPU_PATHS: Final[tuple[str, ...]] = (
+    "one_shot",
+    "two_shot",
+    "symm_mem_one_shot",
+    "symm_mem_two_shot",
+    "symm_mem_multimem",
+)
+MOVING_PATHS: Final = ("one_shot", "cpu_one_shot", "nccl", "gloo")
+"""The paths that can do all of `MOVES`."""
 
 
 def _cpu_plan(world: int) -> Plan:
@@ -163,10 +182,23 @@ def _tabled(world: int) -> int:
 
 
 # ── variations ───────────────────────────────────────────────────────────────────────────────────
-def forced(path: str, fallback: str, plan: Plan) -> Plan:
-    """`path` for every size, and the fallback for what it declines; for tests and benchmarks."""
-    others = dict.fromkeys((one for one in plan.paths() if one not in (path, fallback)), "disabled")
-    return Plan((Row(LARGEST, tuple(dict.fromkeys((path, fallback)))),), others, f"forced to {path}")
+def forced(path: str, fallback: str, plan: Plan, operation: str = "all_reduce") -> Plan:
+    """`path` for every size, and the fallback for what it declines; for tests and benchmarks.
+
+    The fallback alone, if the path can't do the operation at all.
+    """
+    able = operation not in MOVES or path in MOVING_PATHS
+    chosen = (path, fallback) if able else (fallback,)
+    others = dict.fromkeys((one for one in (path, *plan.paths()) if one not in chosen), "disabled")
+    return Plan((Row(LARGEST, tuple(dict.fromkeys(chosen))),), others, f"forced to {path}")
+
+
+def only(paths: Iterable[str], fallback: str, plan: Plan) -> Plan:
+    """`plan` without the paths that are not among `paths`, the fallback aside."""
+    allowed = {*paths, fallback}
+    rows = [Row(row.up_to, tuple(path for path in row.paths if path in allowed)) for row in plan.rows]
+    without = dict.fromkeys((path for path in plan.paths() if path not in allowed), "disabled")
+    return Plan(tuple(rows), {**plan.excluded, **without}, plan.origin)
 
 
 def limited(plan: Plan, max_size: int, fallback: str) -> Plan:

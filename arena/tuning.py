@@ -13,8 +13,8 @@ from typing import Final
 import torch
 
 from arena.device import Device, ReducePath
-from arena.lockstep import Rounds, Statement
 from arena.plan import Plan, from_times
+from arena.rounds import Rounds, Statement
 
 SIZES: Final = tuple(1 << power for power in range(13, 27))
 _WARM_UPS: Final = 3

@@ -27,7 +27,7 @@ from tests.support.fleet import Here, within
 from tests.support.ranks import close, group, make, together
 
 ALL = ("cpu_one_shot", "cpu_two_shot", "gloo")
-CEILING = 512 * KIB  # of the one-shot at two ranks
+CEILING = 128 * KIB  # of the one-shot at two ranks
 
 
 @pytest.fixture(autouse=True)
@@ -403,7 +403,9 @@ def kept(tmp_path: Path) -> list[Path]:
 
 def test_tuning_comes_to_one_plan_on_all_ranks_and_is_kept_for_the_next_communicator(two, tmp_path):
     together(two, make)
+    together(two, decide_and_reduce)
     (first, total), (second, _) = together(two, tune)
+    assert two[0].call(origin_on_the_page) == first.origin == "tuned"
     assert first == second
     assert total == 16.0
     assert {path for row in first.rows for path in row.paths} <= set(ALL)
@@ -412,6 +414,15 @@ def test_tuning_comes_to_one_plan_on_all_ranks_and_is_kept_for_the_next_communic
     together(two, make)
     origins = [worker.call(origin) for worker in two]
     assert origins == [f"tuned ({kept(tmp_path)[0]})"] * 2
+
+
+def origin_on_the_page(here: Here) -> str:
+    """What observers read, of a page that goes on counting where the one before ended."""
+    account = here.comm._account
+    assert sum(here.comm.statistics().operations_by_path.values()) == 2
+    with ProbeReader(account._path) as page:
+        assert (page.sequence, page.owner.pid) == (2, os.getpid())
+        return page.about["plan"]
 
 
 def origin(here: Here) -> str:
@@ -474,24 +485,47 @@ def test_random_sizes_and_stalls_give_exact_sums_and_equal_bits(world, operation
 # --- the operator ---------------------------------------------------------------------------------------------------
 
 
-def through_the_operator(here: Here, rank: int) -> tuple[Any, ...]:
-    name = here.comm.name
+def through_the_operators(here: Here, rank: int) -> tuple[Any, ...]:
+    ops, name, world = torch.ops.arena, here.comm.name, here.comm.world
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.arena.all_reduce(x * 2, name) + 1
+    def layer(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        summed = ops.all_reduce(x * 2, name) + 1
+        normed, residual = ops.all_reduce_rms_norm(x, summed, weight, 1e-6, name)
+        moved = ops.all_gather(x, world, name) + 1, ops.all_to_all(x, name) + 1
+        return summed, normed, residual, *moved, ops.reduce_scatter(residual, world, name) + 1
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.full((3, 4), float(rank)).t()
-    eager = layer(x)
-    torch.library.opcheck(torch.ops.arena.all_reduce.default, (x, name), test_utils=("test_schema", "test_faketensor"))
-    return eager.tolist(), compiled(x).tolist(), lookup(name) is here.comm
+    x, weight = torch.full((3, 4), float(rank)).t(), torch.ones(3)
+    eager = layer(x, weight)
+    same = [torch.equal(one, other) for one, other in zip(eager, compiled(x, weight), strict=True)]
+    for operator, operands in (
+        (ops.all_reduce, (x, name)),
+        (ops.all_gather, (x, world, name)),
+        (ops.reduce_scatter, (x, world, name)),
+        (ops.all_to_all, (x, name)),
+        (ops.all_reduce_rms_norm, (x, x, weight, 1e-6, name)),
+    ):
+        torch.library.opcheck(operator.default, operands, test_utils=("test_schema", "test_faketensor"))
+    return eager[0].tolist(), same, lookup(name) is here.comm
 
 
-def test_torch_compile_keeps_the_operator_whole(two):
+def test_torch_compile_keeps_the_operators_whole(two):
     together(two, make)
-    for eager, compiled, found in together(two, through_the_operator):
-        assert eager == compiled == [[3.0] * 3] * 4
+    for summed, same, found in together(two, through_the_operators, within=100):
+        assert summed == [[3.0] * 3] * 4
+        assert same == [True] * 6
         assert found
+
+
+def wrong_size(here: Here, rank: int) -> str:
+    with pytest.raises(InvalidArgument) as refused:
+        torch.ops.arena.all_gather(torch.ones(2), 5, here.comm.name)
+    return str(refused.value)
+
+
+def test_an_operator_for_a_group_of_another_size_is_refused(two):
+    together(two, make)
+    assert "expected 2 ranks; found 5" in together(two, wrong_size)[0]
 
 
 def unknown_group(here: Here, rank: int) -> str:

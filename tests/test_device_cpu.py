@@ -80,24 +80,26 @@ def test_a_tensor_larger_than_a_slot_goes_in_steps(three, path):
     assert together(three, sums, 3, counts, within=60) == [[]] * 3
 
 
-def laid_out(here: Here, rank: int) -> list[bool]:
+def laid_out(here: Here, rank: int, dtype: torch.dtype) -> list[bool]:
     """Views that are not contiguous, not aligned, of any rank, and a slice that starts inside an element's line."""
-    x = torch.arange(24, dtype=torch.float32) + rank
+    world = here.comm.world
+    x = torch.arange(24, dtype=dtype) + rank
     inputs = [
         x.view(4, 6).t(), x[1:], x[::2], x.view(2, 3, 4).permute(2, 0, 1), x[3], x[:1].expand(5), x.view(4, 6)[:, 1:4],
     ]  # fmt: skip
     outs = [here.comm.all_reduce(one) for one in inputs]
     return [
-        out.is_contiguous() and out.shape == one.shape and torch.equal(out, 2 * (one - rank) + 1)
+        out.is_contiguous() and out.shape == one.shape and torch.equal(out, world * (one - rank) + sum(range(world)))
         for one, out in zip(inputs, outs, strict=True)
     ]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_any_layout_goes_in_and_a_contiguous_tensor_comes_out(two, path):
-    together(two, make, force_path=path)
-    for right in together(two, laid_out):
-        assert right == [True] * 7
+def test_any_layout_goes_in_and_a_contiguous_tensor_comes_out(three, path):
+    together(three, make, force_path=path)
+    for dtype in (torch.float32, torch.bfloat16):
+        for right in together(three, laid_out, dtype):
+            assert right == [True] * 7
 
 
 def in_modes(here: Here, rank: int) -> list[tuple[list[float], bool]]:

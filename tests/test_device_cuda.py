@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arena.device import open_device
-from arena.device.cuda import build, cards, push, shapes
+from arena.device.cuda import build, cards, one_shot, push, shapes
 from arena.device.cuda.cards import Card, objection_to
 from arena.device.cuda.watch import Watch
 from arena.errors import InvalidArgument
@@ -74,8 +74,32 @@ def test_every_slot_has_a_number_of_32_bits(max_bytes, world) -> None:
         shapes.one_shot_slots(max_bytes, world, MULTIPROCESSORS),
         shapes.split_slots(max_bytes, world),
         shapes.two_shot_slots(max_bytes, world, MULTIPROCESSORS),
+        shapes.move_slots(world, MULTIPROCESSORS),
     ):
         assert slots.generation * slots.generations < 1 << 32
+
+
+@given(st.integers(2, 8), st.integers(1, 256), st.data())
+def test_what_is_moved_fits_into_its_slots(world, multiprocessors, data) -> None:
+    vectors = data.draw(st.integers(1, shapes.MOVED_BYTES // shapes.VECTOR_BYTES // world))
+    slots = shapes.move_slots(world, multiprocessors)
+    blocks, _ = shapes.shape_for(vectors, multiprocessors)
+    assert blocks <= slots.blocks
+    assert -(-vectors // blocks) <= slots.capacity
+
+
+@given(st.integers(1, 4096), st.integers(1, 5000), st.integers(1, 256))
+def test_rows_of_a_norm_are_whole_in_a_block(rows, row, multiprocessors) -> None:
+    vectors = rows * row
+    (blocks, threads), share = (
+        shapes.norm_shape(vectors, row, multiprocessors),
+        shapes.norm_share(vectors, row, multiprocessors),
+    )
+    assert blocks <= min(rows, multiprocessors)
+    assert threads % 32 == 0
+    assert 32 <= threads <= 1024
+    assert share % row == 0
+    assert share * blocks >= vectors
 
 
 @given(st.integers(1, 1 << 20), st.integers(2, 8))
@@ -103,6 +127,21 @@ def test_mail_is_laid_out_as_the_kernels_read_it() -> None:
         assert mail.outbox.size == (world - 1) * ctypes.sizeof(ctypes.c_void_p)
 
 
+def test_what_a_norm_takes_is_laid_out_as_its_kernel_reads_it() -> None:
+    body = re.search(r"struct NormMail \{(.*?)\};", SOURCE, re.S)
+    assert body is not None
+    names = re.findall(r"[\w*]\s*(\w+);", re.sub(r"//.*", "", body[1]))
+    for world in range(2, 9):
+        norm = one_shot.norm_type(world)
+        assert [name for name, _ in norm._fields_] == names
+        assert norm.residual.offset == ctypes.sizeof(push.mail_type(world))
+        assert norm.eps.offset == norm.row.offset + 4
+
+
+def test_every_kernel_that_is_loaded_is_in_the_source() -> None:
+    assert set(re.findall(r"__global__ void(?: __launch_bounds__\([^{;]*?\))?\s+(\w+)\(", SOURCE)) == set(push.KERNELS)
+
+
 def test_the_constants_that_python_and_the_kernels_share_agree() -> None:
     def constant(name: str) -> int:
         found = re.search(rf"constexpr u32 {name} = (\d+);", SOURCE)
@@ -111,7 +150,7 @@ def test_the_constants_that_python_and_the_kernels_share_agree() -> None:
 
     assert constant("MAX_THREADS") == shapes.MAX_THREADS
     assert constant("SPLIT_THREADS") == shapes.SPLIT_THREADS
-    assert constant("GENERATIONS") == shapes.ONE_SHOT_GENERATIONS
+    assert constant("ONE_SHOT_GENERATIONS") == shapes.ONE_SHOT_GENERATIONS
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

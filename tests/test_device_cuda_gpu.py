@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,114 +11,70 @@ from typing import Any
 import pytest
 import torch
 
-from arena.device import Declined, Place
+from arena.device import Declined
 from arena.errors import CommunicatorClosed, PeerDied
 from tests.support.gpus import CUDA, Rank, on_gpus
-from tests.support.processes import run
+from tests.support.sums import DTYPES, MIB, MOVES, NAN, bits, moved, same_values, special, sum_of
 
 pytestmark = pytest.mark.gpu
 
-MIB = 1 << 20
 OWN = ("one_shot", "two_shot")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
-NAN = float("nan")
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(BITS[x.dtype])
+# --- the libraries, on one GPU or more --------------------------------------------------------------------------------
 
 
-def sum_of(parts: list[torch.Tensor]) -> torch.Tensor:
-    """As the kernels promise it: in fp32, in the order of ranks, rounded once."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
+def by_nccl(rank: Rank) -> list[str]:
+    """Every operation of the fallback, in dtypes that no kernel of ours takes too; what was wrong."""
+    path = rank.set_up("nccl", MIB)
+    wrong = []
+    for dtype in (torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.float8_e4m3fn):
+        pattern = torch.arange(rank.world * 48, device=rank.device).view(-1, 3)
+        parts = [((pattern + each) % 2).float().to(dtype) for each in range(rank.world)]
+        for operation in MOVES:
+            if path.declines(parts[0], operation):
+                wrong += [] if operation == "reduce_scatter" else [f"{operation} {dtype} declined"]
+                continue
+            out, right = getattr(path, operation)(parts[rank.rank]), parts
+            if operation != "reduce_scatter":
+                right = [part.view(torch.uint8) for part in parts]  # not everything can be done with narrow floats
+                out = out.view(torch.uint8)
+            if not torch.equal(out, moved(operation, rank.rank, right)):
+                wrong.append(f"{operation} {dtype}")
+    return wrong
 
 
-def special(dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """Every pair of special values, whatever the other ranks shift theirs by."""
-    values = torch.tensor([0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), NAN, 6e4, -6e4]).to(dtype)
-    sentinels = torch.full((7,), -1, dtype=BITS[dtype]).view(dtype)  # all bits set, in pairs and alone
-    few = torch.cat([values, sentinels])
-    return torch.cat([few.roll(shift * (rank + 1)) for shift in range(len(few))])
+@pytest.mark.parametrize("gpus", [(0,), (0, 1)], ids=str)
+def test_nccl_moves_every_dtype(tmp_path, gpus) -> None:
+    assert on_gpus(by_nccl, tmp_path / "store", gpus=gpus) == [[]] * len(gpus)
 
 
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal, with the sign of zeros; any NaN is like any other."""
-    equal = (a == b) & (torch.signbit(a) == torch.signbit(b))
-    return bool((equal | (a.isnan() & b.isnan())).all())
+def compiled(rank: Rank, run_directory: Path) -> list[bool]:
+    from arena import AllReduce
+
+    os.environ["ARENA_RUN_DIR"] = str(run_directory)
+    ops = torch.ops.arena
+    with AllReduce(rank.gloo, rank.device) as comm:
+        name, world = comm.name, comm.world
+
+        def layer(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            summed = ops.all_reduce(x * 2, name) + 1
+            normed, residual = ops.all_reduce_rms_norm(x, summed, weight, 1e-6, name)
+            return summed, normed, residual, ops.all_gather(x, world, name), ops.all_to_all(x, name)
+
+        x = torch.full((8, 64), rank.rank + 1.0, device=rank.device)
+        weight = torch.ones(64, device=rank.device)
+        backend = "inductor" if shutil.which("cc") else "aot_eager"  # which compiles a launcher
+        eager, found = layer(x, weight), torch.compile(layer, fullgraph=True, backend=backend)(x, weight)
+        right = [torch.allclose(one, other) for one, other in zip(eager, found, strict=True)]
+        comm.check()
+        rank.meet()
+    return right
 
 
-# --- worlds of any size, all ranks on one GPU and in one process ------------------------------------------------------
-
-
-class OnOneGpu:
-    """The ranks of a world as streams of one process. Their kernels run beside each other, so each gets few blocks."""
-
-    def __init__(self, kind: Any, world: int, max_bytes: int) -> None:
-        from arena.device.cuda import cards
-        from arena.device.cuda.inbox import Inbox
-
-        device = torch.device("cuda", 0)
-        CUDA.set_device(device)
-        card = cards._card_of(device)._replace(multiprocessors=132 // world)
-        self.paths = [kind(Place(rank, world, device, None), [card] * world, max_bytes) for rank in range(world)]
-        slots = self.paths[0]._slots()
-        boxes = [Inbox(rank, sum(each.size_bytes for each in slots)) for rank in range(world)]
-        for rank, (path, box) in enumerate(zip(self.paths, boxes, strict=True)):
-            box.arm()
-            box.peers = tuple(other.address for other in boxes if other is not box)
-            path._mails = list(path._address(path._slots(), box))
-            path._inbox = None  # it is not this path's to close
-            assert path._place.rank == rank
-        self.streams = [CUDA.Stream() for _ in range(world)]
-        CUDA.synchronize()
-
-    def all_reduce(self, parts: list[torch.Tensor], order: list[int]) -> list[torch.Tensor]:
-        CUDA.synchronize()
-        outs = [torch.empty(0)] * len(parts)
-        for rank in order:
-            with CUDA.stream(self.streams[rank]):
-                outs[rank] = self.paths[rank].all_reduce(parts[rank])
-        ends = time.monotonic() + 10
-        events = [stream.record_event() for stream in self.streams]
-        while not all(event.query() for event in events):
-            if time.monotonic() > ends:
-                for path in self.paths:
-                    path.abort()
-                raise TimeoutError("an operation does not end")
-        return outs
-
-
-def try_world(world: int, trials: int) -> int:
-    from arena.device.cuda import push, shapes
-
-    shapes.SPLIT_ABOVE_BYTES = MIB  # type: ignore[misc]  # so that small tensors come to every kernel
-    rng = random.Random(world)
-    for kind in (push.OneShot, push.TwoShot):
-        ranks = OnOneGpu(kind, world, 4 * MIB)
-        for trial in range(trials):
-            dtype = rng.choice(DTYPES)
-            most = rng.choice([20, 5000, 200_000, 4 * MIB // dtype.itemsize])
-            parts = [torch.randn(rng.randrange(1, most), device="cuda").to(dtype)]
-            parts += [torch.randn_like(parts[0]) for _ in range(world - 1)]
-            for out in ranks.all_reduce(parts, rng.sample(range(world), world)):
-                assert torch.equal(bits(out), bits(sum_of(parts))), (kind, dtype, parts[0].shape, trial)
-        for dtype in DTYPES:
-            parts = [special(dtype, rank).to("cuda") for rank in range(world)]
-            outs = ranks.all_reduce(parts, list(range(world)))
-            assert all(torch.equal(bits(out), bits(outs[0])) for out in outs)
-            assert same_values(outs[0], sum_of(parts))
-    return trials
-
-
-@pytest.mark.parametrize("world", range(2, 9))
-def test_a_world_of_any_size_gets_the_same_bits_on_every_rank(world) -> None:
-    if not CUDA.is_available():
-        pytest.skip("needs a GPU")
-    assert run(try_world, world, 200, timeout_s=50) == 200
+@pytest.mark.parametrize("gpus", [(0,), (0, 1)], ids=str)
+def test_torch_compile_keeps_the_operators_whole_on_a_gpu(tmp_path, run_dir, gpus) -> None:
+    assert on_gpus(compiled, tmp_path / "store", run_dir, gpus=gpus) == [[True] * 5] * len(gpus)
 
 
 # --- two GPUs ---------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from arena.aside import Aside, Hung
 from arena.device import Declined
 from arena.errors import RankMissing
-from arena.lockstep import Aside, Budget, Hung, Rounds, Statement, set_up
+from arena.lockstep import Budget, set_up
+from arena.rounds import Rounds, Statement
 
 A_WHILE_S = 20.0
 

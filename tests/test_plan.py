@@ -7,8 +7,24 @@ import pytest
 
 from arena import plan as plans
 from arena.device import Traits
+from arena.device.cuda import shapes
 from arena.errors import InvalidArgument
-from arena.plan import KIB, LARGEST, MIB, Key, Plan, Row, default_plan, forced, from_times, limited
+from arena.plan import (
+    GPU_MOVE_CEILING,
+    KIB,
+    LARGEST,
+    MIB,
+    MOVES,
+    MOVING_PATHS,
+    Key,
+    Plan,
+    Row,
+    default_plan,
+    forced,
+    from_times,
+    limited,
+    only,
+)  # fmt: skip
 from arena.probe.metrics import ALLREDUCE_PATHS, DECLINE_REASONS
 
 CPU = Traits("cpu", "x86_64", "torch 2.13")
@@ -96,6 +112,41 @@ def test_why_not_tells_too_large_from_disabled():
     plan = default_plan(HOPPER, 2)
     assert plan.why_not("one_shot", 64 * MIB + 2) == "too_large"
     assert plan.why_not("cpu_one_shot", 8) == "disabled"
+
+
+# --- the other operations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", MOVES)
+def test_what_is_moved_goes_by_paths_that_can_move_and_ends_in_the_fallback(operation):
+    for traits in CHIPS:
+        for world in WORLDS:
+            plan = default_plan(traits, world, operation)
+            assert set(plan.paths()) | set(plan.excluded) <= set(MOVING_PATHS), (traits, world)
+            assert plan.candidates(1 << 35)[-1] == ("gloo" if traits.kind == "cpu" else "nccl")
+
+
+def test_the_own_kernels_move_up_to_what_they_have_room_for():
+    plan = default_plan(HOPPER, 2, "all_gather")
+    assert plan.candidates(GPU_MOVE_CEILING) == ("one_shot", "nccl")
+    assert plan.candidates(GPU_MOVE_CEILING + 2) == ("nccl",)
+    assert plan.why_not("one_shot", GPU_MOVE_CEILING + 2) == "too_large"
+    assert GPU_MOVE_CEILING == shapes.MOVED_BYTES
+
+
+@pytest.mark.parametrize(("path", "paths"), [("cpu_two_shot", ("gloo",)), ("cpu_one_shot", ("cpu_one_shot", "gloo"))])
+def test_a_forced_path_that_can_not_move_leaves_it_to_the_fallback(path, paths):
+    plan = forced(path, "gloo", default_plan(CPU, 2, "all_to_all"), "all_to_all")
+    assert plan.candidates(8) == paths
+    assert path in paths or plan.why_not(path, 8) == "disabled"
+
+
+def test_a_plan_can_be_kept_to_some_paths():
+    plan = only(("one_shot",), "nccl", default_plan(HOPPER, 4))
+    assert plan.candidates(8) == ("one_shot", "nccl")
+    assert plan.candidates(1 << 30) == ("nccl",)
+    assert plan.why_not("two_shot", 8) == "disabled"
+    assert plan.excluded["symm_mem_multimem"] == "disabled"
 
 
 # --- variations -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
-"""The seam to a device: what an all-reduce path is, how a device offers its paths, and how bytes get there and back.
+"""The seam to a device: what a path of collectives is, how a device offers its paths, and how bytes get there and back.
 
-A *path* is one way to all-reduce, at one rank. It is set up together with the same path of the other ranks, and
-set-up may fail or hang on any of them. So a path never talks to another rank about its own set-up: `set_up` is a
-generator that yields what this rank has to say, is sent the list of what all ranks said (index = rank), once a
-stage, and returns the path at the end. `arena.lockstep` drives it, and is the only place that knows about deadlines,
-votes and ranks that never come. The idea of a protocol as a generator without I/O is that of the sans-I/O libraries
-(h11, wsproto).
+A *path* is one way to all-reduce, at one rank; some can do other collectives as well. It is set up together with the
+same path of the other ranks, and set-up may fail or hang on any of them. So a path never talks to another rank about
+its own set-up: `set_up` is a generator that yields what this rank has to say, is sent the list of what all ranks said
+(index = rank), once a stage, and returns the path at the end. `arena.lockstep` drives it, and is the only place that
+knows about deadlines, votes and ranks that never come. The idea of a protocol as a generator without I/O is that of the
+sans-I/O libraries (h11, wsproto).
 
 Stages run in a thread of set-up's own: whatever is current per thread, such as a CUDA device, is not.
 
@@ -37,12 +37,21 @@ class ReducePath(Protocol):
     Attributes:
         name: one of `ALLREDUCE_PATHS`.
         max_bytes: the largest tensor it was set up for; that size still fits.
+        operations: what it can do, by the names of its methods: ``all_reduce``, and some of `COLLECTIVES`. Those are
+
+            all_gather(x)      x of every rank, one after the other along the first dimension
+            reduce_scatter(x)  of the sum of all ranks' x, this rank's rows: the n-th of `world` equal parts
+            all_to_all(x)      of every rank's x, this rank's rows, one after the other
+            all_reduce_rms_norm(x, residual, weight, eps)  as `arena.allreduce.AllReduce` has it, in one kernel
+
+            each into new contiguous tensors, of the dtype of `x`, which has one dimension at least, all of them whole.
     """
 
     name: str
     max_bytes: int
+    operations: tuple[str, ...]
 
-    def declines(self, x: torch.Tensor) -> str | None:
+    def declines(self, x: torch.Tensor, operation: str = "all_reduce") -> str | None:
         """Why it can't serve this tensor, one of `DECLINE_REASONS`; None if it can.
 
         Decided from shape, dtype, contiguity and alignment alone, so that where these are the same on all ranks the
@@ -51,6 +60,13 @@ class ReducePath(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in a new contiguous tensor of the same shape and dtype. `x` stays as it is."""
+
+    def check(self) -> None:
+        """Raise what has become of operations since they were started, if one was given up. Waits for nothing.
+
+        Raises:
+            PeerDied, CommunicatorClosed: a rank is gone.
+        """
 
     def close(self) -> None:
         """Give back what set-up took. A rank that still waits for this one hears of it."""
@@ -123,7 +139,9 @@ class Device(Protocol):
 
     kind: str
     fallback: str
-    """The path that serves what no other does."""
+    """The path that serves what no other does; it can do all operations but fused ones."""
+    asynchronous: bool
+    """Whether operations may go on after their call has returned."""
 
     def traits(self, device: torch.device) -> Traits:
         """What a plan depends on."""
@@ -190,6 +208,10 @@ class Passage(Protocol):
         """Wait until it has passed, without the GIL."""
 
 
+WordWriter = Callable[[int], bool]
+"""Has one stream store a number to one word, once all that is queued there is over; False if it was not queued."""
+
+
 class Copies(Protocol):
     """How bytes get to a kind of device and back. One object serves the process, from any of its threads.
 
@@ -220,6 +242,9 @@ class Copies(Protocol):
     def record_everything(self) -> Passage:
         """The point that every stream of the process has come to. Can't fail: nothing runs on a device that is lost."""
 
+    def stopwatch(self, stream: Stream) -> Stopwatch:
+        """Times what is queued on this stream between its start and its stop, by the stream's own account."""
+
     def to_device(self, source: torch.Tensor, device: torch.device, stream: Stream, *, pinned: bool) -> torch.Tensor:
         """Queue a copy of a CPU tensor. Unless `pinned`, the source has been read when the call returns."""
 
@@ -231,6 +256,22 @@ class Copies(Protocol):
 
         Raises:
             PinRefused: with the reason.
+        """
+
+    def word_writer(self, stream: Stream, address: int, offset: int) -> WordWriter | None:
+        """What has a stream write a 64-bit word of registered memory by itself, behind what is queued: a `WordWriter`.
+
+        The store is made when its turn comes, wherever the memory has gone by then, and is seen by other processes
+        after all that came before it on that stream has read and written what it had to, whatever this process does.
+        Not while a graph is being captured on the stream.
+
+        Args:
+            stream: which is not None. The writer keeps its handle, and queues nothing on another stream that got it.
+            address: where the registered, writable range begins.
+            offset: of the word in it, in bytes; a multiple of 8.
+
+        Returns:
+            None where the device, its driver, or this range is not up to it.
         """
 
     def unregister(self, address: int) -> None:

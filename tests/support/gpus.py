@@ -2,7 +2,7 @@
 
 import datetime
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arena.device import Declined, Place
+from arena.device import Place
+from arena.joining import meet, rounds_of
+from arena.lockstep import Budget, set_up
 from tests.support.processes import Child, ChildDied
 
 CUDA = getattr(torch, "cuda")  # noqa: B009, the attribute itself is for arena/device/cuda alone
+PATIENCE_S = 40.0
 OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
@@ -28,11 +31,13 @@ class Rank:
         self.rank, self.world = rank, world
         self.device = torch.device("cuda", gpu)
         CUDA.set_device(self.device)
-        patience = datetime.timedelta(seconds=40)
+        patience = datetime.timedelta(seconds=PATIENCE_S)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=world, timeout=patience
         )
         self.gloo = dist.new_group(backend="gloo", timeout=patience)
+        self.rounds = rounds_of(dist.group.WORLD)
+        meet(dist.group.WORLD, self.rounds, None, PATIENCE_S)
 
     def tell(self, said: Any) -> list[Any]:
         """What every rank says."""
@@ -50,26 +55,7 @@ class Rank:
         from arena.device.cuda import CudaDevice
 
         place = Place(self.rank, self.world, self.device, dist.group.WORLD)
-        return self.drive(CudaDevice().paths()[name](place, max_bytes))
-
-    def drive(self, steps: Generator[Any, Any, Any]) -> Any:
-        """A set-up, to its end."""
-        heard, path = None, None
-        while True:
-            try:
-                said = ("said", next(steps) if heard is None else steps.send(heard))
-            except StopIteration as end:
-                said, path = ("done", None), end.value
-            except Declined as declined:
-                said = ("failed", (declined.reason, declined.text))
-            answers = self.tell(said)
-            for kind, words in answers:
-                if kind == "failed":
-                    steps.close()
-                    raise Declined(*words)
-            if path is not None:
-                return path
-            heard = [words for _, words in answers]
+        return set_up(name, CudaDevice().paths()[name](place, max_bytes), self.rounds, self.rank, Budget(PATIENCE_S))
 
 
 def on_gpus(

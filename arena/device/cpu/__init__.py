@@ -1,4 +1,4 @@
-"""All-reduce for CPU tensors: over shared memory, and over gloo where that can't be.
+"""All-reduce and its relatives for CPU tensors: over shared memory, and over gloo where that can't be.
 
 A product for tensor parallelism on CPUs, and the oracle for the paths on GPUs: the same steps, in Python.
 """
@@ -28,6 +28,7 @@ class CpuDevice:
 
     kind = "cpu"
     fallback = "gloo"
+    asynchronous = False
 
     def __init__(self) -> None:
         self._board: Board | None = None
@@ -69,7 +70,7 @@ class CpuDevice:
         try:
             yield "may check"  # all are here: from now on a rank may wait for another
             try:
-                yield from check(path, place, board.slot_bytes)  # two steps, in fp32
+                yield from check(path, place, board.slot_bytes // 2)  # two steps, in fp32: every byte of both slots
             except BaseException as error:
                 board.give_up(error)  # the ranks' steps may differ by now
                 raise

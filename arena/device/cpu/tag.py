@@ -1,28 +1,33 @@
-"""What a rank brings to an operation, in one word that the others compare."""
+"""What a rank brings to an operation, and to which, in one word that the others compare."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
+_OPERATIONS: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
 
 class Tag(NamedTuple):
-    """From the lowest bit up: 16 bits of a hash of the shape, 6 of the dtype, 2 of the path, and the size in bytes."""
+    """From the lowest bit: 16 of a hash of the shape, 6 of the dtype, 2 of the path, 2 of the operation; the size."""
 
     word: int
 
     @classmethod
-    def of(cls, x: torch.Tensor, path: int) -> Tag:
+    def of(cls, x: torch.Tensor, path: int, operation: str = "all_reduce") -> Tag:
         """The tag of a tensor on its way through path number `path`."""
-        return cls(hash(x.shape) & 0xFFFF | dtype_code(x.dtype) << 16 | path << 22 | x.nbytes << 24)
+        number = path | _OPERATIONS.index(operation) << 2
+        return cls(hash(x.shape) & 0xFFFF | dtype_code(x.dtype) << 16 | number << 22 | x.nbytes << 26)
 
     def __str__(self) -> str:
         word = self.word
+        operation = _OPERATIONS[(word >> 24) & 3]
         dtypes = _dtypes()
         code = (word >> 16) & 63
         name = str(dtypes[code]).removeprefix("torch.") if code < len(dtypes) else "unknown"
-        return f"{word >> 24} bytes of {name} (shape hash {word & 0xFFFF:04x}, path {(word >> 22) & 3})"
+        brought = f"{word >> 26} bytes of {name} to {operation}"
+        return f"{brought} (shape hash {word & 0xFFFF:04x}, path {(word >> 22) & 3})"
 
 
 _codes: dict[torch.dtype, int] = {}

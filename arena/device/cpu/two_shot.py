@@ -10,18 +10,19 @@ from typing import Final, NamedTuple
 
 import torch
 
-from arena.device.cpu.path import BoardPath
+from arena.device.cpu.path import BoardPath, Cut
 from arena.device.cpu.tag import Tag
 
 _ALIGN: Final = 64  # elements; parts start on a cache line of their own
 
 
 class Views(NamedTuple):
-    """Slots of one size and dtype, for even and for odd steps."""
+    """One place in the slots, for tensors of one size and dtype, in the two steps that an operation has."""
 
     sizes: list[int]  # of each rank's part
-    given: list[list[list[torch.Tensor]]]  # [parity][rank][part]: what a rank gives to the owner of a part
-    sums: list[list[torch.Tensor]]  # [parity][rank]: where a rank leaves the sum of its part
+    gifts: list[tuple[int, torch.Tensor]]  # for each other owner of a part, where this rank leaves it
+    mine: list[torch.Tensor]  # by rank, what it left for this one
+    sums: list[torch.Tensor]  # by rank, where it leaves the sum of its part
 
 
 class TwoShot(BoardPath[Views]):
@@ -30,29 +31,38 @@ class TwoShot(BoardPath[Views]):
     name = "cpu_two_shot"
     number = 2
 
-    def _make_views(self, dtype: torch.dtype, shape: torch.Size) -> Views:
-        sizes = parts_of(shape.numel(), self._board.world)
-        slots = self._typed_slots(dtype, torch.Size((shape.numel(),)))
-        given = [[list(slot.split_with_sizes(sizes)) for slot in of_step] for of_step in slots]
-        sums = [[slot[:size] for slot, size in zip(of_step, sizes, strict=True)] for of_step in slots]
-        return Views(sizes, given, sums)
+    def _make_views(self, x: torch.Tensor, number: int) -> Views:
+        rank, sizes = self._board.rank, parts_of(x.numel(), self._board.world)
+        slots = [slot.view(-1) for slot in self._places(x, number)]
+        parts = [slot.split_with_sizes(sizes) for slot in slots]
+        gifts = [(owner, part) for owner, part in enumerate(parts[rank]) if owner != rank and sizes[owner]]
+        mine = [of_giver[rank] for of_giver in parts]
+        return Views(sizes, gifts, mine, [slot[:size] for slot, size in zip(slots, sizes, strict=True)])
 
-    def _step(self, x: torch.Tensor, out: torch.Tensor, views: Views, tag: Tag | None) -> None:
-        board, rank = self._board, self._board.rank
-        parts = x.reshape(-1).split_with_sizes(views.sizes)
-        given = views.given[(board.step + 1) % 2]
-        for owner, part in enumerate(parts):
-            if owner != rank and views.sizes[owner]:
-                given[rank][owner].copy_(part)
+    def _whole(self, x: torch.Tensor, cut: Cut[Views], tag: Tag) -> torch.Tensor:
+        if x.dim() == 1:
+            return torch.cat(self._gathered(x, x, cut, tag))
+        return torch.cat(self._gathered(x, x.reshape(-1), cut, tag)).view(x.shape)
+
+    def _piece(self, x: torch.Tensor, out: torch.Tensor, cut: Cut[Views], tag: Tag | None) -> None:
+        torch.cat(self._gathered(x, x, cut, tag), out=out)
+
+    def _gathered(self, x: torch.Tensor, flat: torch.Tensor, cut: Cut[Views], tag: Tag | None) -> list[torch.Tensor]:
+        """The sums of all parts, where their owners left them. They may be read until the next step."""
+        board = self._board
+        views, after = self._views(cut, x, 1), self._views(cut, x, 2)
+        parts = flat.split_with_sizes(views.sizes)
+        for owner, slot in views.gifts:
+            slot.copy_(parts[owner])
         board.arrive(tag)
         board.wait(tag)
 
-        sums = views.sums[(board.step + 1) % 2]
-        mine = [parts[rank] if giver == rank else given[giver][rank] for giver in range(board.world)]
-        self._adder.add(mine, sums[rank])
+        mine = views.mine.copy()
+        mine[board.rank] = parts[board.rank]
+        self._adder.add(mine, after.sums[board.rank])
         board.arrive()
         board.wait()
-        torch.cat(sums, out=out.view(-1))
+        return after.sums
 
 
 def parts_of(count: int, world: int) -> list[int]:

@@ -1,11 +1,12 @@
-"""All-reduce for CUDA tensors. The only package that may talk to CUDA.
+"""All-reduce and its relatives for CUDA tensors. The only package that may talk to CUDA.
 
 Our own kernels for GPUs that can write into each other's memory, torch's symmetric memory, and NCCL for everything
 else.
 
     driver      the few driver calls that torch has no door for    build     source to kernels, at run time
     cards       can these GPUs reach each other                    inbox     memory that peers write to
-    shapes      how a size is cut (pure)                           push      the two paths of our own, with push.cu
+    shapes      how a size is cut (pure)                           push      what our own paths share, with push.cu
+    one_shot    everything to everyone, and what is moved          two_shot  each rank sums a part
     streams     one communicator, one stream                       watch     who died while a kernel waited
     symmetric   torch's symmetric memory                           nccl      the fallback
     measure     time in a graph, and what to hold it against
@@ -17,13 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from arena.device import Place, ReducePath, SetUp, Traits
+from arena.device import Place, SetUp, Traits
 from arena.device.cuda import driver, nccl, push, symmetric
+from arena.device.cuda.copies import Relaxed
+from arena.device.cuda.one_shot import OneShot
 from arena.device.cuda.streams import cuda
+from arena.device.cuda.two_shot import TwoShot
 from arena.errors import InvalidArgument
 
 
@@ -32,6 +36,7 @@ class CudaDevice:
 
     kind = "cuda"
     fallback = "nccl"
+    asynchronous = True
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -50,12 +55,12 @@ class CudaDevice:
     def paths(self) -> Mapping[str, Callable[[Place, int], SetUp]]:
         """See `arena.device.Device`."""
         made: dict[str, Callable[[Place, int], SetUp]] = {
-            "one_shot": partial(push.set_up, push.OneShot),
-            "two_shot": partial(push.set_up, push.TwoShot),
+            "one_shot": partial(push.set_up, OneShot),
+            "two_shot": partial(push.set_up, TwoShot),
             **{name: partial(symmetric.set_up, name) for name in symmetric.REDUCES},
             "nccl": nccl.set_up,
         }
-        return {name: partial(_on_its_device, set_up) for name, set_up in made.items()}
+        return {name: partial(on_its_device, set_up) for name, set_up in made.items()}
 
     def broken(self) -> Mapping[str, str]:
         """Nothing is shared, so nothing is lost with something else."""
@@ -89,17 +94,21 @@ class EventPair:
             self._ended.record()
 
     def elapsed_ns(self) -> int | None:
-        """How long it took, once it is over."""
-        if not self._timed or not self._ended.query():
-            return None
-        milliseconds: float = self._began.elapsed_time(self._ended)
+        """How long it took, once it is over. Asked in a capture too, of an operation before it."""
+        with Relaxed():
+            if not self._timed or not self._ended.query():
+                return None
+            milliseconds: float = self._began.elapsed_time(self._ended)
         return round(milliseconds * 1e6)
 
 
-def _on_its_device(
-    set_up: Callable[[Place, int], SetUp], place: Place, max_bytes: int
-) -> Generator[object, list[Any], ReducePath]:
-    """The set-up, with its device current in every stage: which device is current is a matter of the thread."""
+Made = TypeVar("Made")
+
+
+def on_its_device(
+    set_up: Callable[[Place, int], Generator[Any, list[Any], Made]], place: Place, max_bytes: int
+) -> Generator[object, list[Any], Made]:
+    """A set-up, with its device current in every stage: which device is current is a matter of the thread."""
     steps, heard = set_up(place, max_bytes), None
     try:
         while True:
@@ -107,7 +116,7 @@ def _on_its_device(
             said = steps.send(heard)  # type: ignore[arg-type]
             heard = yield said
     except StopIteration as end:
-        path: ReducePath = end.value
-        return path
+        made: Made = end.value
+        return made
     finally:
         steps.close()

@@ -1,7 +1,8 @@
 """From the CUDA source beside this file to a program for the GPU at hand, at run time (NVRTC).
 
-Compiling takes half a second where the three element types have a core each, so it is done once a process and kept
-nowhere else: a cache on disk would save less than torch's own start takes, and could be stale or damaged.
+Compiling takes half a second for two ranks, and two for eight, where the three element types have a core each (1.8 and
+5.2 s of CPU together, an AMD EPYC, 2026-11-30), so it is done once a process and kept nowhere else: a cache on disk
+would save less than torch's own start takes, and could be stale or damaged.
 """
 
 from __future__ import annotations

@@ -5,22 +5,25 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from arena.device import Declined, Place, SetUp
+from arena.device import Declined, Place, SetUp, library
 from arena.device.library import ANY_SIZE, DTYPES
 
 
 class Nccl:
-    """The group's own all-reduce, on a copy: torch offers it in place only."""
+    """The group's own operations; all-reduce on a copy, because torch offers it in place only."""
 
     name = "nccl"
+    operations = library.OPERATIONS
 
     def __init__(self, group: dist.ProcessGroup, *, ours: bool) -> None:
         self.max_bytes = ANY_SIZE
         self._group = group
         self._ours = ours
 
-    def declines(self, x: torch.Tensor) -> str | None:
-        """See `ReducePath`."""
+    def declines(self, x: torch.Tensor, operation: str = "all_reduce") -> str | None:
+        """See `ReducePath`. What is only moved may have any dtype."""
+        if operation in {"all_gather", "all_to_all"}:
+            return None
         return None if x.dtype in DTYPES else "dtype"
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,6 +32,25 @@ class Nccl:
         if out.numel():
             dist.all_reduce(out, group=self._group)
         return out
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See `ReducePath`."""
+        return library.all_gather(x, self._group)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """See `ReducePath`. NCCL's order of adding, which need not be that of its all-reduce."""
+        rows = x.shape[0] // dist.get_world_size(self._group)
+        out = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        if out.numel():
+            dist.reduce_scatter_tensor(out, x.contiguous(), group=self._group)
+        return out
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """See `ReducePath`."""
+        return library.all_to_all(x, self._group)
+
+    def check(self) -> None:
+        """NCCL tells of its losses by itself, or not at all."""
 
     def close(self) -> None:
         """Give back the group, if it was made here."""

@@ -1,4 +1,4 @@
-// All-reduce by pushing, for GPUs that can store into each other's memory (NVLink).
+// All-reduce and its relatives by pushing, for GPUs that can store into each other's memory (NVLink).
 //
 // Every rank stores its part straight into an inbox in the peer's memory and reads its own inbox until nothing is
 // missing. There is no flag and no barrier: an inbox is armed with a pattern, SENTINEL in every 32-bit word, and a word
@@ -38,6 +38,7 @@ constexpr u32 SENTINEL = 0xFFFFFFFF;
 constexpr u32 NEARLY_SENTINEL = 0xFFFFFFFE;  // still NaN, as one float and as two halves
 constexpr u32 NOT_A_NUMBER = 0x7FFF7FFF;     // likewise, and no sentinel
 constexpr u32 MAX_THREADS = 1024;
+constexpr u32 ONE_SHOT_GENERATIONS = 3;
 constexpr u32 SPLIT_THREADS = 512;
 constexpr u32 PUSH_UNROLL = 8;
 constexpr u32 TAKE_UNROLL = WORLD <= 4 ? 2 : 1;
@@ -62,6 +63,16 @@ struct Mail {
     u32 row;         // slots of one peer: capacity times blocks
     u32 generation;  // slots of one generation: row times rows
     u32 pushers;     // one_shot_split: blocks that push
+};
+
+// For one_shot_rms_norm: what else it takes. `NormMail` in one_shot.py is its twin.
+struct NormMail {
+    Mail mail;
+    const uint4* residual;
+    uint4* summed;  // the new residual
+    const uint4* weight;
+    u32 row;  // vectors of one row; a block has whole rows
+    float eps;
 };
 
 __device__ __forceinline__ bool rarely(bool condition) { return __builtin_expect(condition, false); }
@@ -230,6 +241,15 @@ __device__ __forceinline__ void advance(State* kept, u32 generation, u32 stale) 
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(kept), "r"(generation), "r"(stale) : "memory");
 }
 
+// A block of three generations goes on to the next one, and re-arms what the operation before this one used.
+__device__ __forceinline__ void pass(const State& state, State* kept, u32 own, u32 count, const Mail& mail) {
+    const u32 last = ONE_SHOT_GENERATIONS - 1;
+    const u32 old = (state.generation == 0 ? last : state.generation - 1) * mail.generation + own;
+    for (u32 i = threadIdx.x; i < state.stale; i += blockDim.x) arm_all(mail.inbox + old + i, mail);
+    __syncthreads();  // all threads have read the state
+    if (threadIdx.x == 0) advance(kept, state.generation == last ? 0 : state.generation + 1, count);
+}
+
 // What a dead block has to say about its part.
 __device__ __forceinline__ void say_nothing(uint4* out, u32 first, u32 end, const Mail& mail) {
     for (u32 at = first + threadIdx.x; at < end; at += blockDim.x)
@@ -263,7 +283,6 @@ struct Part {
 // blocks fit on a multiprocessor, so that the next kernel can take its place early.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, WORLD == 2 ? 2 : 1)
     one_shot(const uint4* x, uint4* out, u32 vectors, const Mail mail) {
-    constexpr u32 GENERATIONS = 3;
     const Part part(vectors);  // before the wait, because it can be
     begin();
     if (part.count == 0) return;  // with nothing to exchange, a generation must not pass
@@ -279,10 +298,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, WORLD == 2 ? 2 : 1)
     const u32 slots = state.generation * mail.generation + own;
     if (threadIdx.x < part.count) push_all(mail.outbox, slots + threadIdx.x, tame(mine));
 
-    const u32 old = (state.generation == 0 ? GENERATIONS - 1 : state.generation - 1) * mail.generation + own;
-    for (u32 i = threadIdx.x; i < state.stale; i += blockDim.x) arm_all(mail.inbox + old + i, mail);
-    __syncthreads();  // all threads have read the state
-    if (threadIdx.x == 0) advance(kept, state.generation == GENERATIONS - 1 ? 0 : state.generation + 1, part.count);
+    pass(state, kept, own, part.count, mail);
 
     for (u32 i = threadIdx.x; i < part.count; i += blockDim.x) {
         uint4 next = mine;
@@ -402,6 +418,147 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS)
             if (at >= vectors) continue;
             out[at] = await(theirs[peer], slot + peer * mail.row, mail);
             arm(slot + peer * mail.row);
+        }
+    }
+}
+
+// Each rank gives a row of `vectors` to every peer, the same or one of its own, and takes one from each.
+enum Move { GATHER, REDUCE_SCATTER, SWAP };
+
+__device__ __forceinline__ u32 rank_of(u32 peer, u32 rank) { return peer + (peer >= rank); }
+
+template <Move MOVE>
+__device__ __forceinline__ void exchange(const uint4* x, uint4* out, u32 vectors, const Mail& mail) {
+    const Part part(vectors);
+    begin();
+    if (part.count == 0) return;
+    State* const kept = mail.states + blockIdx.x;
+    const State state = read(kept);
+    if (rarely(state.dead)) {
+        for (u32 r = 0; r < (MOVE == REDUCE_SCATTER ? 1 : WORLD); ++r)
+            say_nothing(out, r * vectors + part.first, r * vectors + part.first + part.count, mail);
+        return;
+    }
+    const u32 slots = state.generation * mail.generation + blockIdx.x * mail.capacity;
+
+    for (u32 i = threadIdx.x; i < part.count; i += blockDim.x) {
+        const uint4* const row = x + part.first + i;
+        if constexpr (MOVE == GATHER) {
+            push_all(mail.outbox, slots + i, tame(load(row)));
+        } else {
+#pragma unroll
+            for (u32 peer = 0; peer < PEERS; ++peer)
+                push(mail.outbox[peer] + slots + i, tame(load(row + rank_of(peer, mail.rank) * vectors)));
+        }
+    }
+    __syncthreads();  // all threads have read the state
+    if (threadIdx.x == 0) advance(kept, state.generation ^ 1, 0);
+
+    for (u32 i = threadIdx.x; i < part.count; i += blockDim.x) {
+        const u32 at = part.first + i;
+        const uint4 mine = load(x + (MOVE == GATHER ? 0 : mail.rank * vectors) + at);
+        uint4 theirs[PEERS];
+        await_all(theirs, mail.inbox + slots + i, mail);
+        arm_all(mail.inbox + slots + i, mail);
+        if constexpr (MOVE == REDUCE_SCATTER) {
+            out[at] = sum(mail.rank, mine, theirs);
+        } else {
+            out[mail.rank * vectors + at] = tame(mine);  // as the others get it
+#pragma unroll
+            for (u32 peer = 0; peer < PEERS; ++peer) out[rank_of(peer, mail.rank) * vectors + at] = theirs[peer];
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    all_gather(const uint4* x, uint4* out, u32 vectors, const Mail mail) {
+    exchange<GATHER>(x, out, vectors, mail);
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    reduce_scatter(const uint4* x, uint4* out, u32 vectors, const Mail mail) {
+    exchange<REDUCE_SCATTER>(x, out, vectors, mail);
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    all_to_all(const uint4* x, uint4* out, u32 vectors, const Mail mail) {
+    exchange<SWAP>(x, out, vectors, mail);
+}
+
+// --- one-shot, then residual and RMSNorm -----------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 add_words(u32 a, u32 b, float& squares) {
+    float left[Element::PARTS], right[Element::PARTS];
+    Element::unpack(a, left);
+    Element::unpack(b, right);
+#pragma unroll
+    for (int i = 0; i < Element::PARTS; ++i) left[i] += right[i];
+    const u32 total = Element::pack(left);
+    Element::unpack(total, left);  // as it was rounded
+#pragma unroll
+    for (int i = 0; i < Element::PARTS; ++i) squares += left[i] * left[i];
+    return total;
+}
+
+__device__ __forceinline__ u32 scale_words(u32 word, u32 weight, float scale) {
+    float parts[Element::PARTS], weights[Element::PARTS];
+    Element::unpack(word, parts);
+    Element::unpack(weight, weights);
+#pragma unroll
+    for (int i = 0; i < Element::PARTS; ++i) parts[i] = parts[i] * scale * weights[i];
+    return Element::pack(parts);
+}
+
+// The same at every thread, and in the same order on every rank.
+__device__ __forceinline__ float sum_over_block(float value) {
+    __shared__ float of_warps[MAX_THREADS / 32];
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xFFFFFFFF, value, lanes);
+    __syncthreads();  // what the row before left has been read
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    float total = 0;
+    for (u32 warp = 0; warp < blockDim.x / 32; ++warp) total += of_warps[warp];
+    return total;
+}
+
+// With the slots, states and generations of one_shot, between whose operations it may come.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS)
+    one_shot_rms_norm(const uint4* x, uint4* out, u32 vectors, const NormMail norm) {
+    const Mail& mail = norm.mail;
+    const Part part(vectors / norm.row);  // in rows
+    begin();
+    if (part.count == 0) return;
+    const u32 first = part.first * norm.row, count = part.count * norm.row;
+    State* const kept = mail.states + blockIdx.x;
+    const State state = read(kept);
+    if (rarely(state.dead)) {
+        say_nothing(out, first, first + count, mail);
+        say_nothing(norm.summed, first, first + count, mail);
+        return;
+    }
+    const u32 own = blockIdx.x * mail.capacity;
+    const u32 slots = state.generation * mail.generation + own;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) push_all(mail.outbox, slots + i, tame(load(x + first + i)));
+
+    pass(state, kept, own, count, mail);
+
+    for (u32 row = 0; row < count; row += norm.row) {
+        float squares = 0;
+        for (u32 i = row + threadIdx.x; i < row + norm.row; i += blockDim.x) {
+            uint4 theirs[PEERS];
+            await_all(theirs, mail.inbox + slots + i, mail);
+            const uint4 total = sum(mail.rank, load(x + first + i), theirs), before = load(norm.residual + first + i);
+            norm.summed[first + i] =
+                make_uint4(add_words(total.x, before.x, squares), add_words(total.y, before.y, squares),
+                           add_words(total.z, before.z, squares), add_words(total.w, before.w, squares));
+        }
+        const float elements = norm.row * 4 * Element::PARTS;
+        const float scale = rsqrtf(sum_over_block(squares) / elements + norm.eps);
+        for (u32 i = threadIdx.x; i < norm.row; i += blockDim.x) {
+            const uint4 v = norm.summed[first + row + i], by = load(norm.weight + i);  // this thread's own words
+            out[first + row + i] = make_uint4(scale_words(v.x, by.x, scale), scale_words(v.y, by.y, scale),
+                                              scale_words(v.z, by.z, scale), scale_words(v.w, by.w, scale));
         }
     }
 }

@@ -1,4 +1,4 @@
-"""The two paths of our own: `one_shot` and `two_shot`, by the kernels in push.cu.
+"""What the two paths of our own have in common, `one_shot` and `two_shot`, by the kernels in push.cu.
 
 Set-up: `cards` says whether the GPUs can reach each other, `build` makes the kernels, `inbox` the memory that peers
 write to; then every kind of kernel is tried on sums that are known. From then on an operation is one launch, with
@@ -31,11 +31,20 @@ from arena.device.cuda.watch import Watch
 from arena.errors import CommunicatorClosed, PeerDied
 
 DTYPES: Final = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
-KERNELS: Final = ("one_shot", "one_shot_split", "two_shot", "nothing")
+KERNELS: Final = (
+    "one_shot",
+    "one_shot_split",
+    "one_shot_rms_norm",
+    "two_shot",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "nothing",
+)
 
 _CHECK_S: Final = 5.0
 _DRAIN_S: Final = 2.0
-_KEPT_LAUNCHES: Final = 4096
+KEPT_LAUNCHES: Final = 4096
 _STATE_BYTES: Final = 16
 _ABORT, _FAILED = 0, 1
 
@@ -44,6 +53,7 @@ class PushPath:
     """What both have in common. A subclass says which kernel a size takes, and what memory its kernels need."""
 
     name = ""
+    operations: tuple[str, ...] = ("all_reduce",)
 
     def __init__(self, place: Place, cards: list[Card], max_bytes: int) -> None:
         self.max_bytes = min(max_bytes, shapes.LARGEST_BYTES)
@@ -51,7 +61,7 @@ class PushPath:
         self._cards = cards
         self._multiprocessors = min(card.multiprocessors for card in cards)  # the same shapes on every rank
         self._functions = load(place.world, place.device, cards[place.rank].capability)
-        self._launches: dict[tuple[torch.dtype, int], driver.Launch] = {}
+        self._launches: dict[tuple[Any, ...], driver.Launch] = {}
         self._order = StreamOrder(place.device)
         self._words = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         self._failed = ctypes.c_int32.from_address(self._words.data_ptr() + 4 * _FAILED)
@@ -61,8 +71,10 @@ class PushPath:
         self._inbox: Inbox | None = None
         self._watch: Watch | None = None
 
-    def declines(self, x: torch.Tensor) -> str | None:
-        """See `ReducePath`. Takes any shape, layout and alignment."""
+    def declines(self, x: torch.Tensor, operation: str = "all_reduce") -> str | None:
+        """See `ReducePath`. Adds up any shape, layout and alignment."""
+        if operation not in self.operations:
+            return "disabled"
         if x.dtype not in DTYPES:
             return "dtype"
         return "too_large" if x.nbytes > self.max_bytes else None  # padding takes no more than there is room for
@@ -74,22 +86,24 @@ class PushPath:
             PeerDied, CommunicatorClosed: an earlier operation was given up, because a rank is gone.
         """
         if self._failed.value:
-            raise self._loss()
+            self.check()
         stream = self._order.enter()
         size = x.nbytes
         if size % VECTOR_BYTES:
             return self._padded(x)
-        if x.data_ptr() % VECTOR_BYTES or not x.is_contiguous():
-            x = x.clone(memory_format=torch.contiguous_format)
+        x = in_vectors(x)
         out = torch.empty_like(x)
         if size:
             launch = self._launches.get((x.dtype, size)) or self._prepare(x.dtype, size)
-            try:
-                launch(stream, x.data_ptr(), out.data_ptr())
-            except driver.DriverError:  # nothing was queued: another device may be the current one
-                with torch.cuda.device(self._place.device):
-                    launch(stream, x.data_ptr(), out.data_ptr())
+            self._queue(launch, stream, x, out)
         return out
+
+    def _queue(self, launch: driver.Launch, stream: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        try:
+            launch(stream, x.data_ptr(), out.data_ptr())
+        except driver.DriverError:  # nothing was queued: another device may be the current one
+            with torch.cuda.device(self._place.device):
+                launch(stream, x.data_ptr(), out.data_ptr())
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         """The kernels take whole vectors; what the rest of the last one adds up to does not matter."""
@@ -105,8 +119,13 @@ class PushPath:
 
     @property
     def lost(self) -> bool:
-        """Whether a kernel has given up; looks at the host's memory alone."""
+        """Whether a kernel has given up, in a graph's replay too; looks at the host's memory alone."""
         return bool(self._failed.value)
+
+    def check(self) -> None:
+        """See `ReducePath`."""
+        if self._failed.value:
+            raise self._loss()
 
     def close(self) -> None:
         """Wait a little for what is under way, give it up if it isn't over by then, and give everything back."""
@@ -166,13 +185,17 @@ class PushPath:
 
     def _check(self) -> None:
         """Sums that are known, of every dtype and through every kernel, more often than there are generations."""
-        sizes = [size // 4 * 4 for size in (20, 1 << 20, self.max_bytes) if size <= self.max_bytes]
-        results = [self._try(dtype, size, turn) for dtype in DTYPES for size in sizes for turn in range(4)]
+        results = list(self._tries())
         if not _over_within(torch.cuda.current_stream().record_event(), _CHECK_S):
             self.abort()
             raise Declined("setup_failed", f"{self.name}: a sum to try did not end within {_CHECK_S} s")
         if not all(bool(result) for result in results):
             raise Declined("setup_failed", f"{self.name} added up wrong on rank {self._place.rank}")
+
+    def _tries(self) -> Iterator[torch.Tensor]:
+        """Whether each was right, once what has been queued is over."""
+        sizes = [size // 4 * 4 for size in (20, 1 << 20, self.max_bytes) if size <= self.max_bytes]
+        return (self._try(dtype, size, turn) for dtype in DTYPES for size in sizes for turn in range(4))
 
     def _try(self, dtype: torch.dtype, size: int, turn: int) -> torch.Tensor:
         pattern = torch.arange(size // dtype.itemsize, device=self._place.device, dtype=torch.int32) * 7 % 13 + turn
@@ -182,14 +205,19 @@ class PushPath:
 
     # ── what goes wrong, and how it ends ─────────────────────────────────────────────────────────
     def _prepare(self, dtype: torch.dtype, size: int) -> driver.Launch:
-        if len(self._launches) >= _KEPT_LAUNCHES:
-            self._launches.clear()
+        self._make_room()
         vectors = shapes.vectors_of(size)
         kernel, mail, shape = self._choose(vectors)
-        early = self._cards[self._place.rank].capability >= (9, 0)
-        launch = driver.Launch(self._functions[kernel, dtype], shape, vectors, self._mails[mail], early=early)
-        self._launches[dtype, size] = launch
+        launch = self._launches[dtype, size] = self._made(kernel, dtype, shape, vectors, self._mails[mail])
         return launch
+
+    def _make_room(self) -> None:
+        if len(self._launches) >= KEPT_LAUNCHES:
+            self._launches.clear()
+
+    def _made(self, kernel: str, dtype: torch.dtype, shape: tuple[int, int], vectors: int, mail: Any) -> driver.Launch:
+        early = self._cards[self._place.rank].capability >= (9, 0)
+        return driver.Launch(self._functions[kernel, dtype], shape, vectors, mail, early=early)
 
     def _note_death(self, rank: int) -> None:
         self._dead = rank
@@ -226,35 +254,6 @@ class PushPath:
             self._inbox = None
 
 
-class OneShot(PushPath):
-    """Everything to everyone: one trip over the link. For two ranks the best at any size."""
-
-    name = "one_shot"
-
-    def _slots(self) -> list[Slots]:
-        world = self._place.world
-        small = shapes.one_shot_slots(self.max_bytes, world, self._multiprocessors)
-        return [small, shapes.split_slots(self.max_bytes, world)]
-
-    def _choose(self, vectors: int) -> tuple[str, int, tuple[int, int]]:
-        if vectors * VECTOR_BYTES > shapes.SPLIT_ABOVE_BYTES:
-            return "one_shot_split", 1, shapes.split_shape(self._multiprocessors)
-        return "one_shot", 0, shapes.shape_for(vectors, self._multiprocessors)
-
-
-class TwoShot(PushPath):
-    """Each rank sums its part and pushes the sum: two trips, but less over the link where there are more than two."""
-
-    name = "two_shot"
-
-    def _slots(self) -> list[Slots]:
-        return [shapes.two_shot_slots(self.max_bytes, self._place.world, self._multiprocessors)]
-
-    def _choose(self, vectors: int) -> tuple[str, int, tuple[int, int]]:
-        chunk = shapes.two_shot_chunk(vectors, self._place.world)
-        return "two_shot", 0, shapes.shape_for(chunk, self._multiprocessors)
-
-
 def set_up(path_type: Callable[[Place, list[Card], int], PushPath], place: Place, max_bytes: int) -> SetUp:
     """Set up one of the two."""
     cards = yield from who.introduce(place)
@@ -284,6 +283,13 @@ def load(world: int, device: torch.device, capability: tuple[int, int]) -> dict[
     return {
         (kernel, dtype): driver.get_function(module, kernel) for dtype, module in modules.items() for kernel in KERNELS
     }
+
+
+def in_vectors(x: torch.Tensor) -> torch.Tensor:
+    """The tensor as the kernels take it: contiguous, and at an address that is a multiple of a vector's bytes."""
+    if x.data_ptr() % VECTOR_BYTES or not x.is_contiguous():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _over_within(event: Any, seconds: float) -> bool:

@@ -25,6 +25,9 @@ SPLIT_THREADS: Final = 512
 SPLIT_PUSHERS: Final = 26
 """Blocks that push: 22 of them don't fill the link, 32 leave too little to the others."""
 
+MOVED_BYTES: Final = 8 << 20
+"""The largest whole tensor that is gathered, scattered or exchanged; not measured yet."""
+
 LARGEST_BYTES: Final = (1 << 32) - VECTOR_BYTES
 """Slots are numbered in 32 bits; this leaves room for eight ranks."""
 
@@ -110,3 +113,25 @@ def two_shot_slots(max_bytes: int, world: int, multiprocessors: int) -> Slots:
     """What `two_shot` needs: a row for what is to be summed and one for sums, from each peer."""
     largest = two_shot_chunk(vectors_of(max_bytes), world)
     return slots_for(largest, multiprocessors, 2 * (world - 1), GENERATIONS)
+
+
+def row_of(size_bytes: int, world: int) -> int:
+    """Vectors that go to one rank, of a whole tensor's bytes."""
+    return -(-vectors_of(size_bytes) // world)
+
+
+def move_slots(world: int, multiprocessors: int) -> Slots:
+    """What gathering, scattering and exchanging need: a row from each peer."""
+    return slots_for(row_of(MOVED_BYTES, world), multiprocessors, world - 1, GENERATIONS)
+
+
+def norm_shape(vectors: int, row: int, multiprocessors: int) -> tuple[int, int]:
+    """Blocks and threads for rows of `row` vectors: whole rows to a block."""
+    blocks = max(1, min(multiprocessors, vectors // row))
+    return blocks, min(MAX_THREADS, -(-row // WARP) * WARP)
+
+
+def norm_share(vectors: int, row: int, multiprocessors: int) -> int:
+    """Vectors that the fullest of these blocks has."""
+    blocks, _ = norm_shape(vectors, row, multiprocessors)
+    return -(-(vectors // row) // blocks) * row

@@ -28,6 +28,8 @@ Reduce = Callable[["SymmetricPath", torch.Tensor, torch.Tensor], torch.Tensor]
 class SymmetricPath:
     """One of the three: a buffer that all ranks see, and what to do with what is copied into it."""
 
+    operations: tuple[str, ...] = ("all_reduce",)
+
     def __init__(self, name: str, reduce: Reduce, buffer: torch.Tensor, group_name: str) -> None:
         self.name = name
         self.max_bytes = buffer.nbytes
@@ -36,8 +38,10 @@ class SymmetricPath:
         self._buffer = buffer
         self._order = StreamOrder(buffer.device)
 
-    def declines(self, x: torch.Tensor) -> str | None:
+    def declines(self, x: torch.Tensor, operation: str = "all_reduce") -> str | None:
         """See `ReducePath`."""
+        if operation not in self.operations:
+            return "disabled"
         if x.dtype not in DTYPES:
             return "dtype"
         if x.nbytes > self.max_bytes:
@@ -55,6 +59,9 @@ class SymmetricPath:
     def staging(self, x: torch.Tensor) -> torch.Tensor:
         """Where a flat tensor is copied to."""
         return self._buffer.view(x.dtype)[: x.numel()]
+
+    def check(self) -> None:
+        """torch's operators tell of no loss: a rank that is gone leaves the others waiting."""
 
     def close(self) -> None:
         """torch gives the memory back when its last user is gone."""

@@ -10,10 +10,7 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from importlib import import_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -22,60 +19,35 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from telemetry.commands.bench import machine, options
-from telemetry.commands.bench.allreduce_cells import RIGS, Case, Cell, measure
-from telemetry.commands.bench.children import BlockFailed, run_apart
-from telemetry.commands.bench.contenders import preload
-from telemetry.commands.bench.harness import Spread, p50s, p99s, paired, spread
+from telemetry.commands.bench import options
+from telemetry.commands.bench.allreduce_cells import RIGS
+from telemetry.commands.bench.allreduce_report import (
+    COMPARABLE_ROUNDS,
+    KIB,
+    MIB,
+    QUICK_ROUNDS,
+    QUICK_SIZES,
+    SIZES,
+    TOKEN_BYTES,
+    Line,
+    inputs_of,
+    measured,
+    report_of,
+    size_of,
+    us,
+)
+from telemetry.commands.bench.children import BlockFailed
 from telemetry.commands.bench.plot import svg
 
-KIB: Final = 1 << 10
-MIB: Final = 1 << 20
-TOKEN_BYTES: Final = 16 * KIB
-SIZES: Final = (
-    *(8 * KIB << power for power in range(6)),  # decoding
-    *(TOKEN_BYTES * tokens for tokens in (32, 64, 96, 128, 192, 256, 1024, 2048, 3062, 4096)),
-)
-QUICK_SIZES: Final = (8 * KIB, 256 * KIB, 4 * MIB)
-COMPARABLE_ROUNDS: Final = 7
-_QUICK_ROUNDS: Final = 2
-_DEADLINE_S: Final = 1800
-_WIDTH: Final = 170
+__all__ = ["KIB", "MIB", "SIZES", "TOKEN_BYTES", "Line", "command"]
 
-REQUIRED_ON_CPU: Final = ((256 * KIB, 10.0), (4 * MIB, 3.0), (64 * MIB, 2.0))
-"""Up to so many bytes, at two ranks, so many times as fast as gloo."""
+_WIDTH: Final = 200
 
 Device = Annotated[str, typer.Option(help=f"{' or '.join(RIGS)}.")]
 World = Annotated[int, typer.Option(min=2, max=8, help="Ranks; under torchrun its own number counts.")]
 Sizes = Annotated[str, typer.Option(help="Sizes in KiB, separated by commas; all of them if empty.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the medians by size, as SVG.")]
 Against = Annotated[Path | None, typer.Option(help="A CSV file with published figures, shown beside ours.")]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One case, all contenders: what the table shows."""
-
-    case: Case
-    cells: dict[str, Cell]
-    fallback: str
-
-    @property
-    def best(self) -> str:
-        """The fastest contender, by the median of its rounds, but for those that give no new tensor."""
-        return min((name for name in self.cells if "in place" not in name), key=self.p50)
-
-    def p50(self, name: str) -> float:
-        """The median, in ns."""
-        return spread(p50s(self.cells[name].blocks)).median
-
-    def p99(self, name: str) -> float:
-        """The 99th percentile, in ns."""
-        return spread(p99s(self.cells[name].blocks)).median
-
-    def speed_up(self, name: str) -> Spread:
-        """How many times as fast as the fallback, round by round."""
-        return paired(p50s(self.cells[self.fallback].blocks), p50s(self.cells[name].blocks))
 
 
 def command(  # noqa: PLR0913, PLR0917 - an option each
@@ -100,10 +72,14 @@ def command(  # noqa: PLR0913, PLR0917 - an option each
     if plot is not None and not plot.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {plot.parent}", param_hint="--plot")
     published = _published(against, world) if against is not None else {}
-    lines = _measure(device, world, chosen, min(rounds, _QUICK_ROUNDS) if quick else rounds)
+    try:
+        lines = measured(device, world, chosen, min(rounds, QUICK_ROUNDS) if quick else rounds)
+    except BlockFailed as failure:
+        typer.echo(f"arena bench: {failure}", err=True)
+        raise typer.Exit(1) from None
     if os.environ.get("RANK", "0") != "0":
         return
-    report = _report(device, world, comparable, lines)
+    report = report_of(device, world, comparable, lines)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -114,19 +90,6 @@ def command(  # noqa: PLR0913, PLR0917 - an option each
         raise typer.Exit(1)
 
 
-def _measure(device: str, world: int, sizes: Sequence[int], rounds: int) -> list[Line]:
-    preload("arena", "torch", "torch.distributed")
-    cases = [Case(nbytes, rotating) for nbytes in sizes for rotating in (False, True)]
-    work = partial(measure, device, world, cases, rounds)
-    try:
-        cells = work() if "RANK" in os.environ else run_apart(work, _DEADLINE_S)
-    except BlockFailed as failure:
-        typer.echo(f"arena bench: {failure}", err=True)
-        raise typer.Exit(1) from None
-    fallback = import_module(RIGS[device]).FALLBACK
-    return [Line(case, {cell.contender: cell for cell in cells if cell.case == case}, fallback) for case in cases]
-
-
 def _sizes(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(sorted({int(part) * KIB for part in text.split(",") if part}))
@@ -135,49 +98,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     if sizes and sizes[0] <= 0:
         raise typer.BadParameter(f"expected sizes from 1 KiB, found {text!r}", param_hint="--sizes")
     return sizes
-
-
-# ── the report ───────────────────────────────────────────────────────────────────────────────────
-def _report(device: str, world: int, comparable: bool, lines: Sequence[Line]) -> dict[str, Any]:
-    return {
-        "bench": "allreduce",
-        "comparable": comparable,
-        "settings": {"device": device, "world": world},
-        "machine": machine.facts(),
-        "rows": [row for line in lines for row in _rows(line)],
-        "requirements": list(_requirements(device, world, lines)),
-    }
-
-
-def _rows(line: Line) -> Iterable[dict[str, Any]]:
-    for name, cell in line.cells.items():
-        yield {
-            "bytes": line.case.nbytes,
-            "tokens": line.case.tokens,
-            "inputs": _inputs(line.case),
-            "contender": name,
-            "p50_ns": line.p50(name),
-            "p99_ns": line.p99(name),
-            "p50_ns_by_rank": cell.by_rank,
-            "speed_up": asdict(line.speed_up(name)),
-            "best": name == line.best,
-        }
-
-
-def _requirements(device: str, world: int, lines: Sequence[Line]) -> Iterable[dict[str, Any]]:
-    """Lower bounds on how many times as fast as the fallback Arena's own choice is."""
-    if device != "cpu" or world != 2:
-        return
-    for line in lines:
-        required = next((times for up_to, times in REQUIRED_ON_CPU if line.case.nbytes <= up_to), None)
-        if required is not None:
-            measured = line.speed_up("arena")
-            yield {
-                "text": f"{_size(line.case.nbytes)}, {_inputs(line.case)}: times as fast as {line.fallback}",
-                "required": required,
-                **asdict(measured),
-                "passed": measured.median >= required,
-            }
 
 
 def _show(
@@ -213,9 +133,9 @@ def _table(report: dict[str, Any], lines: Sequence[Line], published: dict[int, d
         theirs = published.get(line.case.nbytes, {})
         table.add_row(
             f"{line.case.tokens:g}",
-            _size(line.case.nbytes),
-            _inputs(line.case),
-            *(f"{_us(line.p50(name))} ({_us(line.p99(name))})" for name in names),
+            size_of(line.case.nbytes),
+            inputs_of(line.case),
+            *(f"{us(line.p50(name))} ({us(line.p99(name))})" for name in names),
             *(theirs.get(name, "") for name in others),
             line.best,
             f"{line.speed_up(line.best).median:.1f} x",
@@ -241,18 +161,6 @@ def _verdicts(requirements: Sequence[dict[str, Any]]) -> Table:
         passed = "yes" if one["passed"] else "NO"
         table.add_row(one["text"], f">= {one['required']:g} x", f"{one['median']:.1f} x", rounds, passed)
     return table
-
-
-def _inputs(case: Case) -> str:
-    return "rotating" if case.rotating else "hot"
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / MIB:.4g} MiB" if nbytes >= MIB else f"{nbytes / KIB:.4g} KiB"
-
-
-def _us(ns: float) -> str:
-    return f"{ns / 1e3:.1f}" if ns < 1e5 else f"{ns / 1e3:.0f}"
 
 
 # ── published figures ────────────────────────────────────────────────────────────────────────────
