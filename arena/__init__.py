@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from arena.config import QueueConfig
+from arena.config import QueueConfig, RemoteConfig
 from arena.message_queue import MessageQueue, Statistics
 from arena.peers import Handle
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arena.allreduce import AllReduce
     from arena.transfer import record_stream
 
-__all__ = ["AllReduce", "Handle", "MessageQueue", "QueueConfig", "Statistics", "record_stream"]
+__all__ = ["AllReduce", "Handle", "MessageQueue", "QueueConfig", "RemoteConfig", "Statistics", "record_stream"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,11 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from arena.device import Copies, copies_from
-from arena.errors import ArenaError, CorruptFrame, EncodeFailed
+from arena.errors import ArenaError, CorruptFrame, EncodeFailed, MessageTooLarge
 from arena.layout import HOLD, HOLD_BYTES
 from arena.memory import copy_bytes, copy_from, view_of
 
@@ -39,6 +40,7 @@ _ALIGN: Final = 64
 
 _TABLE: Final = struct.Struct("QQQ")  # buffers, bytes of item specs, bytes of pickle
 _HOLD: Final = struct.Struct(HOLD)
+TABLE_HEAD_BYTES: Final = _TABLE.size
 _IN_PAYLOAD: Final = 0  # as segment number of a table entry: the buffer lies in the payload itself
 
 HoldWords = tuple[int, int, int, int, int]
@@ -262,22 +264,20 @@ class Encoder:
 
     def reduce_tensor(self, tensor: torch.Tensor) -> Any:
         """A placeholder for a tensor we can lay out ourselves; torch's own reduction for the rest."""
-        import torch
-
-        plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-        if (
-            not plain
-            or tensor.layout is not torch.strided
-            or not (tensor.is_cpu or copies_from(tensor) is not None)
-            or tensor.is_quantized
-            or tensor.__dict__
-        ):
+        if not travels_as_bytes(tensor):
             self._items.append(None)
             return NotImplemented
         self._awaiting = tensor  # the pickler reaches the placeholder's buffer next
         return _same, (pickle.PickleBuffer(bytearray()),)
 
     def _message(self) -> Message:
+        if len(self._items) > _MAX_BUFFERS:
+            raise MessageTooLarge(
+                "a message with too many tensors and buffers",
+                expected=f"at most {_MAX_BUFFERS}",
+                found=str(len(self._items)),
+                remedy="send it in parts, or stack what belongs together",
+            )
         message = Message(list(self._pieces))
         tensors: list[tuple[int, torch.Tensor]] = []
         for item in self._items:
@@ -289,8 +289,23 @@ class Encoder:
                 message.sources.append(Source(item))
             else:
                 tensors.append((len(message.specs) - 1, item))
-        _lay_out_tensors(message, tensors)
+        lay_out_tensors(message, tensors)
         return message
+
+
+def travels_as_bytes(tensor: torch.Tensor) -> bool:
+    """Whether its bytes, with how they lie, are all there is to it."""
+    import torch
+
+    return (
+        (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or copies_from(tensor) is not None)
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()  # it has no bytes
+        and not tensor.__dict__
+    )
 
 
 class _Placed(NamedTuple):
@@ -303,7 +318,7 @@ class _Placed(NamedTuple):
     nbytes: int
 
 
-def _lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) -> None:
+def lay_out_tensors(message: Message, tensors: list[tuple[int, torch.Tensor]]) -> None:
     """Decide which bytes travel for each tensor, and where in them it lies."""
     by_storage: dict[int, list[_Placed]] = {}
     for number, tensor in tensors:
@@ -326,9 +341,19 @@ def _placed(number: int, tensor: torch.Tensor) -> _Placed:
     start = int(tensor.storage_offset()) * size
     nbytes = tensor.numel() * size
     if tensor.is_contiguous():
-        return _Placed(number, tensor, start, start + nbytes, nbytes)
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Placed(number, tensor, start, start + (reach + 1) * size, nbytes)
+        end = start + nbytes
+    else:
+        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + (reach + 1) * size
+    held = tensor.untyped_storage().nbytes()
+    if end > held:
+        raise EncodeFailed(
+            f"a tensor of shape {tuple(tensor.shape)} reaches beyond its storage",
+            expected=f"a storage of {end} bytes or more",
+            found=f"one of {held}: it was resized, as sharded training does with what is not needed at the moment",
+            remedy="send it while its storage is whole",
+        )
+    return _Placed(number, tensor, start, end, nbytes)
 
 
 def _clusters(group: list[_Placed]) -> list[list[_Placed]]:
@@ -458,6 +483,25 @@ def read_table(payload: memoryview) -> Table:
     )
 
 
+def table_bytes(front: bytes | bytearray | memoryview) -> int:
+    """How many of a payload's first bytes its table takes; at least `TABLE_HEAD_BYTES` of them must be there."""
+    n_buffers = _TABLE.unpack_from(front)[0]
+    return int(_TABLE.size + min(n_buffers, _MAX_BUFFERS) * HOLD_BYTES)
+
+
+def holds_in(front: memoryview) -> list[HoldWords]:
+    """The holds that a payload names, from its first bytes alone: for whoever passes it on without reading it.
+
+    Raises:
+        CorruptFrame: its table does not end there.
+    """
+    end = table_bytes(front) if front.nbytes >= TABLE_HEAD_BYTES else TABLE_HEAD_BYTES
+    if end > front.nbytes:
+        raise CorruptFrame("a frame's buffer table is cut", expected=f"{end} bytes", found=str(front.nbytes))
+    entries = [_HOLD.unpack_from(front, at) for at in range(_TABLE.size, end, HOLD_BYTES)]
+    return [entry for entry in entries if entry[0] != _IN_PAYLOAD]
+
+
 def decode(table: Table, borrowed: Mapping[HoldWords, memoryview], views: str) -> object:
     """The object.
 
@@ -467,7 +511,7 @@ def decode(table: Table, borrowed: Mapping[HoldWords, memoryview], views: str) -
         borrowed: the bytes of each of its holds, writable.
         views: "readonly", "shared" or "private".
     """
-    buffers = [_buffer(table, entry, borrowed, views) for entry in table.entries]
+    buffers = [buffer_of(table, entry, borrowed, views) for entry in table.entries]
     items = _items(table, buffers, views)
     # torch's own reduction of a sparse tensor leaves it in a list for torch.load to check: it would never die.
     kept: list[Any] = getattr(sys.modules.get("torch._utils"), "_sparse_tensors_to_validate", [])
@@ -478,7 +522,8 @@ def decode(table: Table, borrowed: Mapping[HoldWords, memoryview], views: str) -
         del kept[before:]
 
 
-def _buffer(table: Table, entry: HoldWords, borrowed: Mapping[HoldWords, memoryview], views: str) -> memoryview:
+def buffer_of(table: Table, entry: HoldWords, borrowed: Mapping[HoldWords, memoryview], views: str) -> memoryview:
+    """The bytes of one entry, as `views` wants them; see `decode`."""
     segment, at, nbytes, _, _ = entry
     if segment == _IN_PAYLOAD:
         inside = table.payload[at : at + nbytes]
@@ -500,20 +545,26 @@ def _items(table: Table, buffers: list[memoryview], views: str) -> Iterable[obje
     items: list[object] = []
     for buffer, spec in pickle.loads(table.payload[start:end]):
         if spec is not None:
-            items.append(_tensor(buffer, buffers[buffer], spec, storages))
+            items.append(tensor_of(buffer, buffers[buffer], spec, storages))
         else:
             borrowed = table.entries[buffer][0] != _IN_PAYLOAD
             items.append(buffers[buffer].toreadonly() if borrowed and views == "readonly" else buffers[buffer])
     return items
 
 
-def _tensor(buffer: int, view: memoryview, spec: Spec, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def tensor_of(buffer: int, view: memoryview, spec: Spec, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """A tensor over its buffer, whose storage is that of the others over the same; torch checks the bounds.
+
+    Raises:
+        CorruptFrame: no such dtype.
+    """
     import torch
 
     name, offset, shape, stride, requires_grad, parameter = spec
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CorruptFrame("a frame names a dtype that does not exist", found=str(name))
+    _check_reach(view.nbytes, dtype.itemsize, spec)
     storage = storages.get(buffer)
     if storage is None and view.nbytes and not view.nbytes % dtype.itemsize:
         # The first tensor of a buffer takes it as it is: two calls instead of five.
@@ -529,12 +580,37 @@ def _tensor(buffer: int, view: memoryview, spec: Spec, storages: dict[int, torch
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 
+def _check_reach(nbytes: int, itemsize: int, spec: Spec) -> None:
+    """Whether every element lies in the buffer, in whole numbers: torch's own check takes what overflows 64 bits."""
+    _, offset, shape, stride, _, _ = spec
+    reach = offset + sum([(n - 1) * step for n, step in zip(shape, stride, strict=True)])
+    if 0 not in shape and not (0 <= reach < nbytes // itemsize and prod(shape) < 1 << 63):
+        raise CorruptFrame(
+            "a frame's tensor reaches beyond its buffer",
+            expected=f"elements of {itemsize} bytes inside {nbytes}",
+            found=f"shape {shape}, stride {stride}, offset {offset}",
+        )
+
+
 def _storage(view: memoryview) -> torch.UntypedStorage:
     import torch
 
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+
+
+def decoder_of(serializer: str) -> Callable[[Table, Mapping[HoldWords, memoryview], str], object]:
+    """`decode`, or what stands in its place on a queue without pickles.
+
+    Raises:
+        MissingLibrary: that takes a library which is not installed.
+    """
+    if serializer == "pickle":
+        return decode
+    from arena.restricted import decode as decode_restricted
+
+    return decode_restricted
 
 
 # ── before the first message ─────────────────────────────────────────────────────────────────────

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 VIEWS: Final = ("readonly", "shared", "private")
 ON_READER_DEATH: Final = ("raise", "continue")
 PIN: Final = ("auto", "required", "off")
+SERIALIZERS: Final = ("pickle", "restricted")
 _LARGEST: Final = 1 << 46
 _NAME_BYTES: Final = 200  # a memfd carries the name, and may have 249 bytes
 _PREFIX: Final = "ARENA_"
-_NOT_SETTINGS: Final = ("ARENA_CI",)  # what the tests go by
+_ADDRESS: Final = re.compile(r"(\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s\[\]:/*]+))(:(?P<port>[0-9]{1,5}))?")
+_WILDCARDS: Final = ("0.0.0.0", "::")
+# What the tests go by; what a host goes by; what the plugin for vLLM goes by.
+_NOT_SETTINGS: Final = ("ARENA_CI", "ARENA_HOST_ID", "ARENA_VLLM")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class QueueConfig:
         pin: how segments are registered with a device, so that it copies from them by itself. "auto": once a process
             uses a device, in the background, and where it can't be, copies go the slow way, counted; "required":
             `to_device` waits for it, and raises where it can't be; "off": not at all.
+        serializer: "pickle", or "restricted": None, bool, numbers, str, bytes, lists, tuples, dicts, tensors and
+            arrays, through msgpack; nothing that comes over a network can make a reader run code. Extra: ``remote``.
         on_reader_death: "raise" tells the writer once per death, before it sends; "continue" only counts it.
         probes: keep a probe page for telemetry.
         stall_warning_s: a wait for a slot that lasts this long is reported through `on_warning`, once.
@@ -62,6 +68,7 @@ class QueueConfig:
     prefault: bool = False
     huge_pages: bool = True
     pin: str = "auto"
+    serializer: str = "pickle"
     on_reader_death: str = "raise"
     probes: bool = True
     stall_warning_s: float = 1.0
@@ -78,7 +85,12 @@ class QueueConfig:
             ("max_holds", 1, 1 << 20),
         ):
             _check_int(name, getattr(self, name), least, most)
-        for name, choices in (("views", VIEWS), ("pin", PIN), ("on_reader_death", ON_READER_DEATH)):
+        for name, choices in (
+            ("views", VIEWS),
+            ("pin", PIN),
+            ("serializer", SERIALIZERS),
+            ("on_reader_death", ON_READER_DEATH),
+        ):
             if getattr(self, name) not in choices:
                 raise _refused(name, "is none of its choices", " or ".join(map(repr, choices)), getattr(self, name))
         if self.slot_bytes % 64:
@@ -87,6 +99,8 @@ class QueueConfig:
         self._check_name(f"a printable name of 1 to {_NAME_BYTES} bytes")
         for switch in ("prefault", "huge_pages", "probes"):
             _check_type(switch, getattr(self, switch), "True or False", bool)
+        if isinstance(self.run_dir, str) and "\0" in self.run_dir:
+            raise _refused("run_dir", "is no path", "a path without a null character", self.run_dir)
         _check_type("run_dir", self.run_dir, "a path (str or os.PathLike) or None", str, os.PathLike, type(None))
         _check_type("stall_warning_s", self.stall_warning_s, "seconds above 0 (int or float)", int, float)
         if not self.stall_warning_s > 0:
@@ -109,6 +123,51 @@ class QueueConfig:
             if text is not None:
                 changes[field.name] = _parsed(_variable(field.name), text, getattr(type(self), field.name))
         return replace(self, **changes) if changes else self
+
+
+@dataclass(frozen=True)
+class RemoteConfig:
+    """Where readers on other hosts reach a queue, and how long they may be silent.
+
+    Attributes:
+        bind: the writer's address that is listened on, and no other: "host" or "host:port", a name or a number, an
+            IPv6 one in brackets. Without a port the kernel chooses one. A name must lead to one address.
+        connect: what readers connect to, where that is another: behind a NAT, or with a wildcard as `bind`.
+        timeout_s: a reader whose host is silent for about so long is dead, and so is a writer to its readers.
+        window_bytes: how much may be on the way to one reader, or lie there before it comes for it.
+    """
+
+    bind: str
+    connect: str | None = None
+    timeout_s: float = 5.0
+    window_bytes: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in (("bind", self.bind), ("connect", self.connect)):
+            if value is not None:
+                split_address(name, value)
+        if self.connect is None and split_address("bind", self.bind)[0] in _WILDCARDS:
+            raise _refused("connect", "is missing", "an address that readers can connect to, as bind is none", None)
+        _check_type("timeout_s", self.timeout_s, "seconds (int or float)", int, float)
+        if not 0.2 <= self.timeout_s <= 3600:
+            raise _refused("timeout_s", "is out of range", "seconds from 0.2 to 3600", self.timeout_s)
+        _check_int("window_bytes", self.window_bytes, 1 << 20, _LARGEST)
+
+
+def check_remote(remote: object) -> RemoteConfig | None:
+    """What `MessageQueue` takes as `remote`: an address alone is a `RemoteConfig` with it."""
+    _check_type("remote", remote, "a RemoteConfig, an address or None", RemoteConfig, str, type(None))
+    return RemoteConfig(remote) if isinstance(remote, str) else remote  # type: ignore[return-value]
+
+
+def split_address(name: str, address: object) -> tuple[str, int]:
+    """Host and port of "host", "host:port", "[v6]" or "[v6]:port"; port 0 where there is none."""
+    expected = "host or host:port, an IPv6 host in brackets"
+    _check_type(name, address, f"{expected} (str)", str)
+    found = _ADDRESS.fullmatch(str(address))
+    if found is None or int(found["port"] or 0) > 65535:
+        raise _refused(name, "is no address", expected, address)
+    return found["v6"] or found["host"], int(found["port"] or 0)
 
 
 def unknown_variables() -> list[str]:
@@ -144,17 +203,29 @@ def _parsed(variable: str, text: str, default: object) -> object:
         raise _refused(variable, f"is not {kind}", kind, text) from None
 
 
-def check_readers(n_reader: object, n_local_reader: object) -> int:
-    """The number of readers, if it is one."""
+def check_readers(n_reader: object, n_local_reader: object, remote: RemoteConfig | None) -> tuple[int, int]:
+    """How many readers, and how many of them on the writer's host."""
     count = _check_int("n_reader", n_reader, 1, MAX_READERS)
-    if n_local_reader is not None and _check_int("n_local_reader", n_local_reader, 0, count) != count:
+    if n_local_reader is None:
+        return count, count
+    local = _check_int("n_local_reader", n_local_reader, 0, count)
+    if local != count and remote is None:
         raise InvalidArgument(
-            "readers on other hosts are not part of this version",
-            expected=f"n_local_reader == n_reader == {count}",
-            found=f"n_local_reader == {n_local_reader}",
-            remedy="attach every reader on the writer's host",
+            "readers on other hosts need an address to come to",
+            expected=f"remote, an address of this host, for {count - local} of {count} readers",
+            found="none",
+            remedy="pass remote='10.0.0.1', or attach every reader on the writer's host",
         )
-    return count
+    return count, local
+
+
+def check_rank(rank: object) -> int:
+    """A rank, as far as its type goes: which ones there are, only the writer knows."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise InvalidArgument(
+            "rank is of the wrong type", expected="a whole number", found=f"{rank!r} of type {type(rank).__name__}"
+        )
+    return rank
 
 
 def check_timeout(timeout: object) -> float | None:
@@ -163,9 +234,39 @@ def check_timeout(timeout: object) -> float | None:
         return None
     _check_type("timeout", timeout, "seconds (int or float), or None to wait for ever", int, float)
     assert isinstance(timeout, (int, float))
-    if math.isnan(timeout) or timeout < 0:
+    if not timeout >= 0:  # NaN is not, either
         raise _refused("timeout", "is out of range", "seconds from 0 up, or None to wait for ever", timeout)
-    return min(float(timeout), 1e9)
+    return float(min(timeout, 10**9))
+
+
+def check_config(config: object) -> QueueConfig:
+    """Settings, or the ones that nobody changed."""
+    if config is None:
+        return QueueConfig()
+    _check_type("config", config, "a QueueConfig, such as QueueConfig(slots=128)", QueueConfig)
+    assert isinstance(config, QueueConfig)
+    return config
+
+
+def check_on_warning(on_warning: Any) -> Any:
+    """Something to call with a sentence, or None."""
+    if on_warning is not None and not callable(on_warning):
+        raise _refused("on_warning", "can't be called", "a function of one string, or None", on_warning)
+    return on_warning
+
+
+def check_device(device: Any) -> torch.device:
+    """A device that torch knows by that name."""
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        expected = "a torch.device, its name such as 'cuda:0', or a GPU's number"
+        raise _refused("device", "is none", expected, device) from error
+    if found.type == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        raise _refused("device", "is out of reach", "a torch that was built with CUDA", torch.__version__)
+    return found
 
 
 def check_tensor(shape: Any, dtype: Any) -> torch.Tensor:
@@ -174,13 +275,15 @@ def check_tensor(shape: Any, dtype: Any) -> torch.Tensor:
 
     _check_type("dtype", dtype, "a torch.dtype, such as torch.float32", torch.dtype)
     try:
+        if str(dtype).startswith(("torch.quint", "torch.qint")):
+            raise TypeError("a quantized tensor has a scale of its own, which nothing here would say")
         return torch.empty(shape, dtype=dtype, device="meta")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidArgument(
-            "there is no tensor of this shape",
-            expected="whole numbers from 0 up, as torch.empty takes them",
+            "there is no tensor of this shape and dtype",
+            expected="whole numbers from 0 up, as torch.empty takes them, and a dtype that is not quantized",
             found=f"{shape!r} of {dtype}",
-            remedy="nothing was lent; correct the shape",
+            remedy="nothing was lent; correct the shape, or lend the integers underneath",
         ) from error
 
 

@@ -16,8 +16,10 @@ __all__ = [
     "HandleMismatch",
     "InvalidArgument",
     "MessageTooLarge",
+    "MissingLibrary",
     "NoReader",
     "OperandMismatch",
+    "OutOfDescriptors",
     "OutOfMemory",
     "PeerDied",
     "PinFailed",
@@ -74,7 +76,8 @@ class PeerDied(ArenaError, ConnectionError):
     """A peer's process ended without leaving. Raised once per death; the next call goes on without it.
 
     ``rank`` is the reader's rank, or None for the writer; ``signal`` is the signal that ended it, or None
-    where the kernel can't tell (only a parent, or a kernel with ``PIDFD_GET_INFO``, learns it).
+    where the kernel can't tell (only a parent, or a kernel with ``PIDFD_GET_INFO``, learns it). Of a process on another
+    host nothing is known but that it has been silent for too long; ``pid`` is its number there.
     """
 
     def __init__(
@@ -166,8 +169,16 @@ class PinFailed(ArenaError, RuntimeError):
         self.reason = reason
 
 
+class MissingLibrary(ArenaError, ImportError):
+    """A library of an extra that is not installed; the error names the extra."""
+
+
 class OutOfMemory(ArenaError, MemoryError):
     """The host, the cgroup or the file system has no room for memory that can't be done without."""
+
+
+class OutOfDescriptors(ArenaError, OSError):
+    """This process, or the host, can open no more files; shared memory comes as open files."""
 
 
 class RunDirectoryError(ArenaError, OSError):

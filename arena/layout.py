@@ -14,7 +14,9 @@ observers read, are laid out in :mod:`arena.probe.page`.
 
     0      magic, version, rank, pid
     1024   reader words, one cache-line pair each
-    4096   when each slot was last released (slots words), then the holds given back (max_holds words)
+    4096   when each slot was last released (slots words), then the holds given back (max_holds words), then the tickets
+           that each of them named (NAMES words each)
+    ...    on a page of its own, the tickets: words that the reader's device writes, one cache-line pair each
 
 *Board segment*: one per rank of an all-reduce on the CPU, owned by that rank, who alone maps it writable::
 
@@ -36,7 +38,7 @@ PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
 LINE_WORDS: Final = 16
 
-VERSION: Final = 1
+VERSION: Final = 2
 RING_MAGIC: Final = 0x4152454E_41524E47  # "ARENARNG"
 CONTROL_MAGIC: Final = 0x4152454E_4143544C  # "ARENACTL"
 BOARD_MAGIC: Final = 0x4152454E_41424F41  # "ARENABOA"
@@ -68,10 +70,22 @@ SLOTS_OFFSET: Final = PAGE
 # ── reader words, in the control segment ─────────────────────────────────────────────────────────
 CONSUMED: Final = 0 * LINE_WORDS  # frames released so far; the futex that the writer parks on
 READER_PARKED: Final = 1 * LINE_WORDS  # 1 while the reader sleeps on PUBLISHED
-READER_CLOSED: Final = 2 * LINE_WORDS  # 1 once the reader left in an orderly way
+READER_CLOSED: Final = 2 * LINE_WORDS  # `LEFT` once the reader left in an orderly way, `LOST` if its host did not
 READER_WORDS: Final = 3 * LINE_WORDS
+LEFT: Final = 1
+LOST: Final = 2  # said by whoever has its seat here: the reader, on another host, is taken for dead
 
 RELEASED_OFFSET: Final = PAGE
+
+# A hold given back: its generation, and above that how many tickets it named. Until the device has written these, it
+# may still read the hold's bytes. A name is a ticket's index, and the number that has to be there, or a later one.
+NAMES: Final = 3
+RETURNED_NAMES_SHIFT: Final = 62
+RETURNED_GENERATION: Final = (1 << RETURNED_NAMES_SHIFT) - 1
+TICKETS: Final = 16
+TICKETS_BYTES: Final = PAGE
+NAME_SHIFT: Final = 56
+NAME_NUMBER: Final = (1 << NAME_SHIFT) - 1
 
 # ── frames ───────────────────────────────────────────────────────────────────────────────────────
 # Header words of a slot. The tag is sequence + kind: one comparison tells a reader that the slot holds the frame
@@ -137,9 +151,19 @@ class Geometry:
         return RELEASED_OFFSET + self.slots * WORD
 
     @property
+    def named_offset(self) -> int:
+        """Where the names of the tickets that those wait for start, `NAMES` for each hold."""
+        return self.returned_offset + self.max_holds * WORD
+
+    @property
+    def tickets_offset(self) -> int:
+        """Where the tickets start, in a control segment."""
+        return round_up(self.named_offset + self.max_holds * NAMES * WORD, PAGE)
+
+    @property
     def control_bytes(self) -> int:
         """Size of a reader's control segment."""
-        return round_up(self.returned_offset + self.max_holds * WORD, PAGE)
+        return self.tickets_offset + TICKETS_BYTES
 
 
 def slot_of(sequence: int, slots: int) -> int:

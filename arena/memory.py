@@ -359,14 +359,23 @@ class Segment:
     @classmethod
     def create(cls, name: str, nbytes: int, *, peers_may_write: bool = False) -> Segment:
         """A new sealed segment, writable here and, unless `peers_may_write`, nowhere else."""
-        fd = os.memfd_create(f"arena:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create(f"arena:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             mapping = Mapping(fd, nbytes, writable=True)
             seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL
             fcntl.fcntl(fd, _F_ADD_SEALS, seals if peers_may_write else seals | _SEAL_FUTURE_WRITE)
-        except BaseException:
-            os.close(fd)
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.ENOSPC, errno.ENOMEM):
+                raise OutOfMemory(
+                    f"the system refused a segment of {nbytes} bytes",
+                    expected="a memfd of that size",
+                    found=error.strerror or str(error),
+                    remedy="free memory, or raise the limit that refused it (ulimit -f)",
+                ) from error
             raise
         return cls(fd, mapping)
 

@@ -10,6 +10,7 @@ against `shutdown`, `statistics` or the release of a block: these only leave a n
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -19,9 +20,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arena.config import QueueConfig, check_timeout, unknown_variables
+from arena.config import QueueConfig, RemoteConfig, check_on_warning, check_timeout, unknown_variables
 from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
-from arena.peers import Handle
+from arena.peers import Handle, is_elsewhere, out_of_descriptors
 from arena.probe import Probe
 from arena.state import Endpoint, move
 
@@ -111,14 +112,18 @@ class MessageQueue:
         n_local_reader: int | None = None,
         *,
         config: QueueConfig | None = None,
+        remote: RemoteConfig | str | None = None,
         on_warning: Warn | None = None,
     ) -> None:
         """Create a queue and be its writer.
 
         Args:
             n_reader: how many readers are expected. They count from now on: nothing is lost before they attach.
-            n_local_reader: how many of them are on this host; all of them in this version.
+            n_local_reader: how many of them are on this host; by default all. Where a reader is turns out when it
+                attaches: of any rank it may be here or there.
             config: settings; ``ARENA_*`` environment variables override them.
+            remote: the address on which readers on other hosts are listened for, or more about that. By default there
+                are none, and nothing listens. Extra: ``remote``.
             on_warning: called with one sentence when a wait turns into a stall, and at the start if the environment
                 has ``ARENA_*`` variables that are no settings. Must not use the queue.
 
@@ -126,12 +131,13 @@ class MessageQueue:
             InvalidArgument: an argument of the wrong type or out of range.
             RunDirectoryError: no usable run directory, or no room in it.
             OutOfMemory: the kernel has no memory for the ring.
+            MissingLibrary: `remote`, or the restricted serializer, without the extra.
         """
         raise NotImplementedError  # pragma: no cover - `__new__` gives a Writer
 
     def _begin(self, name: str, on_warning: Warn | None) -> None:
         self.name = name
-        self._on_warning = on_warning
+        self._on_warning = check_on_warning(on_warning)
         self._new_lock()
         self._busy = False  # a call is under way
         self._attention = False  # something to see to before the next message
@@ -147,7 +153,11 @@ class MessageQueue:
     def create_from_handle(
         handle: Handle, rank: int, *, timeout: float | None = 60.0, on_warning: Warn | None = None
     ) -> MessageQueue:
-        """Attach as reader `rank`. Needs nobody's attention at the writer.
+        """Attach as reader `rank`, on the writer's host or another. Needs nobody's attention at the writer.
+
+        On the writer's host (`arena.peers.host.host_id`), where its run directory is in sight, memory is shared. From
+        anywhere else the reader connects to the address in the handle; what it takes from there is its own memory,
+        whatever `QueueConfig.views` says.
 
         Args:
             handle: what `export_handle` gave.
@@ -162,6 +172,8 @@ class MessageQueue:
             PeerDied: the writer is dead.
             QueueClosed: the queue is gone.
             QueueTimeout: the writer's process did not answer.
+            OutOfDescriptors: no more files may be opened here.
+            MissingLibrary: the reader is on another host and has not the extra ``remote``.
         """
         from arena.reader import Reader
 
@@ -169,7 +181,17 @@ class MessageQueue:
             raise HandleMismatch(
                 "that is not a queue's handle", expected="what export_handle() gave", found=type(handle).__name__
             )
-        return Reader(handle, rank, timeout=timeout, on_warning=on_warning)
+        handle.check()
+        try:
+            if is_elsewhere(handle):
+                from arena.remote.reader import RemoteReader
+
+                return RemoteReader(handle, rank, timeout=timeout, on_warning=on_warning)
+            return Reader(handle, rank, timeout=timeout, on_warning=on_warning)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise out_of_descriptors(f"can't attach to queue {handle.name!r}") from error
+            raise
 
     @staticmethod
     def create_from_process_group(
@@ -177,21 +199,24 @@ class MessageQueue:
         *,
         writer_rank: int = 0,
         config: QueueConfig | None = None,
+        remote: RemoteConfig | str | None = None,
         timeout: float | None = None,
         on_warning: Warn | None = None,
     ) -> MessageQueue:
-        """Collective over a torch.distributed group on one host: `writer_rank` writes, the others read.
+        """Collective over a torch.distributed group: `writer_rank` writes, the others read.
 
-        Readers get ranks 0..world-2 in group order, the writer left out. Returns when everybody is attached.
+        Readers get ranks 0..world-2 in group order, the writer left out. Who shares memory with the writer is tried
+        out; the others connect to `remote`, an address of the writer's host. Without it that is the one by which the
+        writer reaches ``MASTER_ADDR``, as torchrun sets it. Returns when everybody is attached.
 
         Raises:
-            HandleMismatch: the group spans several hosts.
+            InvalidArgument: ranks are on other hosts, and there is no address for them.
             QueueTimeout: somebody is missing after `timeout` seconds.
         """
         from arena.group import create_from_process_group
 
         return create_from_process_group(
-            group, writer_rank=writer_rank, config=config, timeout=timeout, on_warning=on_warning
+            group, writer_rank=writer_rank, config=config, remote=remote, timeout=timeout, on_warning=on_warning
         )
 
     # ── verbs ────────────────────────────────────────────────────────────────────────────────────

@@ -39,6 +39,13 @@ _KIND_OF_ERROR: Final[dict[type[ArenaError], str]] = {
     EncodeFailed: "encode",
     DecodeFailed: "decode",
 }
+
+
+def kind_of(error: ArenaError) -> str:
+    """Under which of ``ERROR_KINDS`` it counts; empty for one that is not counted."""
+    return _KIND_OF_ERROR.get(type(error), "")
+
+
 _NEWS: Final = {"attach": Event.ATTACH, "leave": Event.LEAVE, "death": Event.DEATH}
 _monotonic_ns = time.monotonic_ns
 
@@ -429,6 +436,11 @@ class ReaderLog(_Log):
             Event.CONSUME, sequence, released_ns, max(0, received_ns - sent_ns), released_ns - received_ns, trace
         )
         self._taken = (sequence, released_ns, released_ns - decode_ns, trace)
+
+    @property
+    def sampled(self) -> tuple[int, Trace] | None:
+        """Sequence and context of the sampled message that the caller has."""
+        return None if self._taken is None else (self._taken[0], self._taken[3])
 
     def done(self) -> None:
         """The caller is back for more: so long it had the sampled message."""

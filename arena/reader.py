@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 from arena import layout, memory
 from arena.assembly import Assembly
 from arena.borrow import Borrower
-from arena.codec import HoldWords, decode, read_table, rehearse
-from arena.config import check_timeout
+from arena.codec import HoldWords, decoder_of, read_table, rehearse
+from arena.config import check_device, check_rank, check_timeout
+from arena.device_log import device_log
 from arena.errors import (
     ArenaError,
     CorruptFrame,
     DecodeFailed,
     HandleMismatch,
-    InvalidArgument,
     PeerDied,
     QueueClosed,
     QueueTimeout,
 )
-from arena.gate import device_log
 from arena.layout import HEAD_SENT_NS, KIND_INLINE, WRITER_PARKED
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
@@ -39,10 +38,13 @@ from arena.probe.directory import reader_page, remove_dead_pages, remove_if_empt
 from arena.probe.page import L_SEQUENCE
 from arena.ring import ReaderRing
 from arena.state import Endpoint, move
+from arena.tickets import Tickets
 from arena.wait import Waiter, deadline_after
 
 if TYPE_CHECKING:
     import torch
+
+    from arena.device import Copies
 
 _HOLD: Final = struct.Struct(layout.HOLD)
 _TABLE_SLACK_BYTES: Final = 1 << 30  # what tables, specs and padding may add to a message's own bytes
@@ -60,6 +62,7 @@ class Reader(MessageQueue):
         "_borrower",
         "_consumed",
         "_consumed_futex",
+        "_decode_table",
         "_device_log",
         "_directory",
         "_handle",
@@ -77,23 +80,44 @@ class Reader(MessageQueue):
         "_trace",
         "_waiter",
         "_wanted",
+        "_where",
         "_writer_words",
         "rank",
     )
 
-    def __init__(self, handle: Handle, rank: Any, *, timeout: float | None, on_warning: Warn | None) -> None:
+    def __init__(
+        self, handle: Handle, rank: Any, *, timeout: float | None, on_warning: Warn | None, where: str = ""
+    ) -> None:
         handle.check()
-        if not isinstance(rank, int) or isinstance(rank, bool):
-            raise InvalidArgument(
-                "rank is of the wrong type", expected="a whole number", found=f"{rank!r} of type {type(rank).__name__}"
-            )
         self._begin(handle.name, on_warning)
-        self.rank = rank
+        self.rank = check_rank(rank)
         self._handle = handle
+        self._where = where  # host:pid of the reader on another host that this one stands in for
         self._directory = Path(handle.directory)
-        geometry = handle.geometry
         control = self._make_control()
-        ring = self._attach(control, check_timeout(timeout))
+        try:
+            self._attachment = Attachment(
+                handle, self.rank, control, timeout_s=check_timeout(timeout), where=self._where
+            )
+            try:
+                self._set_up(handle, control)
+            except BaseException:
+                self._give_up()
+                raise
+        except BaseException:
+            # The writer may come to the request yet, or have seated us; and nobody is here any more.
+            control.mapping.words(layout.LIVE_OFFSET, layout.READER_WORDS)[layout.READER_CLOSED] = layout.LEFT
+            raise
+        finally:
+            control.close()
+
+    # ── setting up ───────────────────────────────────────────────────────────────────────────────
+    def _set_up(self, handle: Handle, control: Segment) -> None:
+        """With the writer's answer here: everything that the verbs use."""
+        geometry = handle.geometry
+        ring = self._map_ring()
+        if handle.probes:
+            self._probe = self._make_probe()
         self._ring = ReaderRing(ring, control.mapping, geometry)
         self._ranks = ring.words(layout.RANKS_OFFSET, layout.MAX_READERS)
         self._published_futex = ring.futex(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD)
@@ -117,6 +141,7 @@ class Reader(MessageQueue):
             views=handle.views,
             pin=handle.pin,
             log=self._device_log,
+            tickets=None if handle.pin == "off" else Tickets(control.mapping, geometry, _register_tickets),
         )
         if handle.prefault:
             self._borrower.prefault(self._attachment.segments())
@@ -125,6 +150,7 @@ class Reader(MessageQueue):
         self._spin = self._waiter.spin
         self._writer_words = self._ring.writer
         self._wanted = 0
+        self._decode_table = decoder_of(handle.serializer)
         self._assembly = Assembly(handle.max_message_bytes + _TABLE_SLACK_BYTES)
         self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
         self._state = move(self._state, "attach")
@@ -133,25 +159,11 @@ class Reader(MessageQueue):
         self._admitted = self._take_place()
         self._attention = not self._admitted
 
-    # ── setting up ───────────────────────────────────────────────────────────────────────────────
-    def _attach(self, control: Segment, timeout_s: float | None) -> memory.Mapping:
-        """Hand our control segment over, and get the ring. If it comes to nothing, the writer is told so."""
-        try:
-            self._attachment = Attachment(self._handle, self.rank, control, timeout_s=timeout_s)
-            try:
-                ring = self._map_ring()
-                if self._handle.probes:
-                    self._probe = self._make_probe()
-                return ring
-            except BaseException:
-                self._attachment.close()
-                raise
-        except BaseException:
-            words = control.mapping.words(layout.LIVE_OFFSET, layout.READER_WORDS)
-            words[layout.READER_CLOSED] = 1  # the writer may come to the request yet, and nobody is here any more
-            raise
-        finally:
-            control.close()
+    def _give_up(self) -> None:
+        """Attaching came to nothing: leave nothing behind."""
+        if self._probe is not None:
+            self._probe.unlink()
+        self._attachment.close()
 
     def _make_control(self) -> Segment:
         geometry = self._handle.geometry
@@ -190,12 +202,17 @@ class Reader(MessageQueue):
 
     def _make_probe(self) -> Probe | None:
         about = {"queue": self.name, "instance": self._handle.instance, "n_reader": self._handle.n_reader}
+        if self._where:
+            about["where"] = self._where
         remove_dead_pages(self._directory, self.rank, keep=1)
         path = reader_page(self._directory, self.rank, os.getpid(), secrets.token_hex(3))
         try:
             return Probe(path, Role.READER, rank=self.rank, n_reader=self._handle.n_reader, slots=0, about=about)
         except FileNotFoundError:
             return None  # the writer has shut down meanwhile; what it published is there to be read all the same
+        except BaseException:
+            path.unlink(missing_ok=True)  # half-made
+            raise
 
     def _take_place(self) -> bool:
         """Start at the first sequence that this incarnation takes part in, once the writer has said which."""
@@ -321,6 +338,8 @@ class Reader(MessageQueue):
         self._state = Endpoint.WAITING
         self._borrower.sweep()
         self._borrower.see_to_device()
+        if self._device_log is not None:
+            self._device_log.settle()
         if self._log is not None:
             self._log.waiting(self._wanted, now_ns)
         if self._ring.writer[layout.WRITER_CLOSED]:
@@ -400,15 +419,13 @@ class Reader(MessageQueue):
         self._attention = True
         if self._log is not None:
             self._log.taken(sequence, trace, times_ns)
-        if hooks.trace_sink is not None:
-            hooks.trace_sink(trace, self.rank)
+        hooks.inside.set((trace, self.rank))
 
     def _end_trace(self) -> None:
         self._trace = None
         if self._log is not None:
             self._log.done()
-        if hooks.trace_sink is not None:
-            hooks.trace_sink(None, self.rank)
+        hooks.inside.set(None)
 
     def _add_piece(self, sequence: int, payload: memoryview) -> None:
         began_ns = _monotonic_ns()
@@ -439,7 +456,7 @@ class Reader(MessageQueue):
         for hold in table.holds:
             borrowed.append(self._borrower.borrow(hold, sequence))
             views[hold] = borrowed[-1]
-        obj = self._decoded(lambda: decode(table, views, self._handle.views))
+        obj = self._decoded(lambda: self._decode_table(table, views, self._handle.views))
         if self._log is not None:
             self._log.decoded(_monotonic_ns() - began_ns)
         return obj
@@ -464,12 +481,15 @@ class Reader(MessageQueue):
 
     # ── to the device ────────────────────────────────────────────────────────────────────────────
     def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
-        import torch
-
-        from arena.transfer import Mover, map_tensors
+        from arena.transfer import Mover, Moving, map_tensors
 
         self._refuse_forked()
-        return map_tensors(message, Mover(torch.device(device), stream, self._device_log, self._gated))
+        sampled = None if self._log is None else self._log.sampled
+        moving = None if sampled is None or self._probe is None else Moving(self._probe, *sampled)
+        moved = map_tensors(message, Mover(check_device(device), stream, self._device_log, self._gated, moving))
+        if moving is not None:
+            moving.done()
+        return moved
 
     @contextlib.contextmanager
     def _gated(self) -> Iterator[None]:
@@ -544,7 +564,8 @@ class Reader(MessageQueue):
 
     def _release_everything(self) -> None:
         self._assembly.drop()
-        self._ring.control[layout.READER_CLOSED] = 1
+        if not self._ring.control[layout.READER_CLOSED]:
+            self._ring.control[layout.READER_CLOSED] = layout.LEFT
         self._consumed_futex.wake()
         self._attachment.close()
         self._borrower.close()
@@ -557,6 +578,12 @@ class Reader(MessageQueue):
     def _count_error(self, error: ArenaError) -> None:
         if self._log is not None:
             self._log.error(error, self._consumed[0])
+
+
+def _register_tickets(tickets: Tickets, copies: Copies) -> None:
+    from arena.pin import register_tickets
+
+    register_tickets(tickets, copies)
 
 
 _NOT_COMPARED: Final = (layout.IDENTITY_PID, layout.IDENTITY_RANK)

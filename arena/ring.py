@@ -71,6 +71,17 @@ class WriterRing:
         self.published[0] = sequence + 1
 
 
+class SizedWriterRing(WriterRing):
+    """The same for a ring whose frames travel: a pickle ends itself, but whoever forwards it must know where."""
+
+    __slots__ = ()
+
+    def put(self, sequence: int, pickled: bytes, nbytes: int, now_ns: int) -> None:
+        """See `WriterRing.put`."""
+        self._heads[sequence % self.slots][HEAD_LENGTH] = nbytes
+        super().put(sequence, pickled, nbytes, now_ns)
+
+
 class ReaderRing:
     """A reader's end: the ring read-only, and this reader's own control words."""
 

@@ -67,6 +67,7 @@ class Waiter:
         "_max_budget_ns",
         "_spun_ns",
         "ended_ns",
+        "min_budget_ns",
         "missed_wakes",
         "parks",
         "spin_ns",
@@ -79,6 +80,7 @@ class Waiter:
         self._max_budget_ns = CROWDED_BUDGET_NS if crowded else MAX_BUDGET_NS
         self._expected_ns = 0  # the recent gaps, as an average that forgets quickly
         self._spun_ns = 0  # how long the spin before a park took
+        self.min_budget_ns = MIN_BUDGET_NS  # polled for at least, whatever the gaps: for whoever knows that it pays
         self.ended_ns = 0  # when the last wait was over
         self.waited_ns = 0  # all waits together
         self.spin_ns = 0  # those parts of them that burnt CPU, without the shortest ones
@@ -183,5 +185,5 @@ class Waiter:
     def _budget_ns(self) -> int:
         """How long to poll before sleeping: a few of the recent gaps, if these are short enough to bet on."""
         if self._expected_ns > LONG_GAP_NS:
-            return MIN_BUDGET_NS
-        return min(max(MIN_BUDGET_NS, 3 * self._expected_ns), self._max_budget_ns)
+            return self.min_budget_ns
+        return max(self.min_budget_ns, min(3 * self._expected_ns, self._max_budget_ns))

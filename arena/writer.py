@@ -8,13 +8,22 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from arena import layout, memory
 from arena.blocks import Block, BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
 from arena.claim import Claim
 from arena.codec import DeviceSource, Encoder, HoldWords, Message, Piece, Source, build_payload, rehearse
-from arena.config import QueueConfig, check_readers, check_tensor, check_timeout
+from arena.config import (
+    QueueConfig,
+    RemoteConfig,
+    check_config,
+    check_readers,
+    check_remote,
+    check_tensor,
+    check_timeout,
+)
 from arena.device import Copies, copies_in_use
 from arena.errors import ArenaError, MessageTooLarge, NoReader, OutOfMemory, PeerDied, QueueTimeout
 from arena.gate import Gate
@@ -22,18 +31,20 @@ from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.observe import Sending, WriterLog
-from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat
+from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, host_id
 from arena.pin import Pinned, Pins
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
 from arena.probe.page import L_SEQUENCE
-from arena.ring import WriterRing
+from arena.ring import SizedWriterRing, WriterRing
 from arena.state import Endpoint, Peer, move
 from arena.state import Message as MessageState
 from arena.wait import Waiter, deadline_after
 
 if TYPE_CHECKING:
     import torch
+
+    from arena.remote.forwarder import Forwarder
 
 _LOOK_NS: Final = 200_000_000  # how often a writer that never waits asks whether its readers live
 _FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
@@ -52,6 +63,7 @@ class Writer(MessageQueue):
         "_directory",
         "_encode",
         "_encoder",
+        "_forwarder",
         "_futex",
         "_handed",
         "_handle",
@@ -61,6 +73,7 @@ class Writer(MessageQueue):
         "_log",
         "_look_due",
         "_message",
+        "_n_local_reader",
         "_next_look_ns",
         "_parked",
         "_pins",
@@ -83,10 +96,12 @@ class Writer(MessageQueue):
         n_local_reader: int | None = None,
         *,
         config: QueueConfig | None = None,
+        remote: RemoteConfig | str | None = None,
         on_warning: Warn | None = None,
     ) -> None:
-        n_reader = check_readers(n_reader, n_local_reader)
-        self.config = config = (config or QueueConfig()).from_environment()
+        remote = check_remote(remote)
+        n_reader, self._n_local_reader = check_readers(n_reader, n_local_reader, remote)
+        self.config = config = check_config(config).from_environment()
         self._begin(config.name, on_warning)
         self.n_reader = n_reader
         self._instance = secrets.token_hex(6)
@@ -101,7 +116,7 @@ class Writer(MessageQueue):
             if config.probes:
                 self._probe = self._make_probe(geometry)
                 undo.callback(self._probe.unlink)
-            self._make_ring(geometry)
+            self._make_ring(geometry, SizedWriterRing if remote else WriterRing)
             undo.callback(self._segment.close)
             self._handed: list[tuple[int, int, int]] = [(0, self._segment.nbytes, self._segment.fd)]
             self._server: AttachServer | None = None
@@ -111,9 +126,11 @@ class Writer(MessageQueue):
             self._server = AttachServer(
                 self._directory, SOCKET, self._handle, self._roster, self._handed.copy, self._note_attach
             )
+            undo.callback(self._server.stop)
+            self._encoder = self._make_encoder()
+            self._forwarder = None if remote is None else self._start_forwarder(remote)
             undo.pop_all()
         self._pins: Pins | None = None  # until a device is to copy to or from our memory
-        self._encoder = Encoder()
         self._encode = self._encoder.encode
         if config.prefault:
             rehearse()
@@ -149,7 +166,7 @@ class Writer(MessageQueue):
         path = self._directory / WRITER_PAGE
         return Probe(path, Role.WRITER, rank=0, n_reader=self.n_reader, slots=geometry.slots, about=about)
 
-    def _make_ring(self, geometry: Geometry) -> None:
+    def _make_ring(self, geometry: Geometry, kind: type[WriterRing]) -> None:
         self._segment = Segment.create(self.name, geometry.ring_bytes)
         mapping = self._segment.mapping
         words = mapping.raw_words(0, layout.IDENTITY_WORDS)
@@ -160,7 +177,7 @@ class Writer(MessageQueue):
         words[layout.IDENTITY_HOLDS] = geometry.max_holds
         words[layout.IDENTITY_MAGIC] = layout.RING_MAGIC
         mapping.populate(0, geometry.ring_bytes)  # no message of the first lap should pay for its slot's page
-        self._ring = WriterRing(mapping, geometry)
+        self._ring = kind(mapping, geometry)
         self._published = self._ring.published
         self._futex = mapping.futex(layout.LIVE_OFFSET + layout.PUBLISHED * layout.WORD)
         self._parked = mapping.words(layout.LIVE_OFFSET + layout.WRITER_PARKED * layout.WORD, 1)
@@ -200,7 +217,7 @@ class Writer(MessageQueue):
             directory=str(self._directory),
             secret=secrets.token_hex(32),
             n_reader=self.n_reader,
-            n_local_reader=self.n_reader,
+            n_local_reader=self._n_local_reader,
             geometry=geometry,
             views=self.config.views,
             max_message_bytes=self.config.max_message_bytes,
@@ -208,7 +225,26 @@ class Writer(MessageQueue):
             prefault=self.config.prefault,
             probes=self.config.probes,
             pin=self.config.pin,
+            serializer=self.config.serializer,
+            host=host_id(),
         )
+
+    def _start_forwarder(self, remote: RemoteConfig) -> Forwarder:
+        from arena.remote.bell import Bell
+        from arena.remote.forwarder import Forwarder
+
+        bell = Bell(self._futex)
+        forwarder = Forwarder(self._handle, remote, bell.fd, self._probe, self._warn)
+        self._futex = bell
+        self._handle = replace(self._handle, remote=forwarder.address)
+        return forwarder
+
+    def _make_encoder(self) -> Encoder:
+        if self.config.serializer == "pickle":
+            return Encoder()
+        from arena.restricted import RestrictedEncoder
+
+        return RestrictedEncoder()
 
     def _hand_over(self, new: PoolSegment) -> bool:
         """Give a new segment to whoever is attached, and to whoever attaches later."""
@@ -386,11 +422,20 @@ class Writer(MessageQueue):
             self._pool.repair(self._published[0])
             raise
         sending, self._sending = self._sending, None
+        if path == "block" and self._forwarder is not None:
+            path = self._far_path(reasons)
         self._in_flight = []
         now_ns = _monotonic_ns()
         self._look_due = now_ns >= self._next_look_ns
         if self._log is not None:
             self._log.message(path, self._published[0] - 1, nbytes, now_ns - self._began_ns, reasons, sending)
+
+    def _far_path(self, reasons: set[str]) -> str:
+        """How a message with blocks goes where readers are on other hosts: their bytes travel, all of them or some."""
+        elsewhere = [seat.where for seat in self._roster.counted if seat.where]
+        if elsewhere:
+            reasons.add("remote_reader")
+        return "remote" if len(elsewhere) == len(self._roster.counted) else "block"
 
     def _take_back_unsent(self) -> None:
         """The holds of a message that was not published are nobody's."""
@@ -573,12 +618,12 @@ class Writer(MessageQueue):
             raise self._nobody_left()
 
     def _died(self, seat: Seat) -> PeerDied:
-        process, lag = seat.process, max(0, self._published[0] - seat.consumed)
+        lag = max(0, self._published[0] - seat.consumed)
         return PeerDied(
-            f"{seat.describe()} of queue {self.name!r} died ({process.ending() if process else 'before it attached'})",
+            f"{seat.describe()} of queue {self.name!r} died ({seat.ending()})",
             rank=seat.rank,
             pid=seat.pid,
-            signal=process.signal() if process is not None else None,
+            signal=seat.signal(),
             expected="every reader to live until it leaves with shutdown()",
             found=f"its process gone, {lag} published frames never taken",
             remedy="this message was not sent; the next enqueue goes on without it, a new process may take its rank",
@@ -734,6 +779,8 @@ class Writer(MessageQueue):
         if self._server is not None:
             self._server.stop()
             self._server = None
+        if self._forwarder is not None:
+            self._forwarder.stop()
         self._roster.close()
         self._pool.close()
         self._segment.close()

@@ -417,14 +417,18 @@ ARENA = Board(
         Panel(
             "Copy bandwidth, by direction",
             "Do copies run at memory speed?",
-            "Far below what `arena bench tensor` says of this machine.",
-            "NUMA placement, huge pages, memory bandwidth taken by others.",
+            "Far below what `arena bench tensor` and `arena bench device` say of this machine.",
+            "NUMA placement, huge pages, memory or PCIe bandwidth taken by others.",
             View.LINES,
             "Bps",
             (
                 Query(
                     "rate(arena_memcpy_bytes_total{}[]) / (rate(arena_memcpy_seconds_sum{}[]) > 0)",
                     "{{queue}} {{op}}",
+                ),
+                Query(
+                    "rate(arena_h2d_bytes_total{}[]) / (rate(arena_h2d_seconds_total{}[]) > 0)",
+                    READER + " to the device",
                 ),
             ),
         ),
@@ -456,6 +460,7 @@ FLEET = Board(
                 Query(
                     "sum by (job, instance, queue, path) (rate(arena_published_bytes_total{}[]))", "{{queue}} {{path}}"
                 ),
+                Query("rate(arena_remote_sent_bytes_total{}[])", "{{queue}} to reader {{reader}} elsewhere"),
             ),
         ),
         Panel(
@@ -477,6 +482,11 @@ FLEET = Board(
             (
                 Query("sum by (job, instance, queue, kind) (increase(arena_errors_total{}[]))", "{{queue}} {{kind}}"),
                 Query("increase(arena_missed_wakes_total{}[])", "{{queue}} lost wake-up"),
+                Query(
+                    "sum by (job, instance, queue, reason) (increase(arena_remote_refused_total{}[]))",
+                    "{{queue}} refused from afar: {{reason}}",
+                ),
+                Query("increase(arena_remote_resent_total{}[])", "{{queue}} sent again to reader {{reader}}"),
                 Query(
                     "sum by (job, instance, queue, cause) (increase(arena_holds_reclaimed_total{}[]))",
                     "{{queue}} hold reclaimed: {{cause}}",

@@ -31,6 +31,7 @@ def svg(timeline: Entry) -> str:
     scale = (_WIDTH - _LEFT - 20) / (end_us or 1.0)
     parts = [*_axis(end_us, scale, height), *_rows(names), *_arrows(entries, scale)]
     parts += [_bar(one, slices, names, scale) for one in slices]
+    parts += [_bar(one, [], names, scale, lowest=True) for one in _pairs(entries)]
     title = escape(f"queue {timeline['otherData']['queue']}, from {timeline['otherData']['began']}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" {_FONT}>'
@@ -69,8 +70,17 @@ def _arrows(entries: list[Entry], scale: float) -> Iterator[str]:
             yield f'<path d="M{x1:.1f} {y1 + 14}L{x2:.1f} {y2 + 8}" stroke="#999" stroke-width="0.7"/>'
 
 
-def _bar(one: Entry, slices: list[Entry], names: dict[int, str], scale: float) -> str:
-    depth = sum(_holds(other, one) for other in slices)
+def _pairs(entries: list[Entry]) -> Iterator[Entry]:
+    """What begins and ends by itself, as slices."""
+    begun = {one["id"]: one for one in entries if one["ph"] == "b"}
+    for end in entries:
+        if end["ph"] == "e" and end["id"] in begun:
+            start = begun[end["id"]]
+            yield {**start, "dur": end["ts"] - start["ts"]}
+
+
+def _bar(one: Entry, slices: list[Entry], names: dict[int, str], scale: float, *, lowest: bool = False) -> str:
+    depth = 2 if lowest else sum(_holds(other, one) for other in slices)
     x, width = _LEFT + one["ts"] * scale, max(1.5, one["dur"] * scale)
     y = _TOP + _ROW * one["tid"] + 8 + 12 * min(depth, 2)
     blamed = one["args"].get("blame_reader")

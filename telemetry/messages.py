@@ -7,11 +7,22 @@ left out, rather than told wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from arena.probe import ERROR_KINDS, PATHS, Event, EventRecord, Role
+from arena.probe import (
+    ALLREDUCE_PATHS,
+    COPY_MODES,
+    ERROR_KINDS,
+    MODE_BITS,
+    OPERATIONS,
+    PATH_BITS,
+    PATHS,
+    Event,
+    EventRecord,
+    Role,
+)
 
 NO_TRACE: Final = (0, 0, 0)
 Trace = tuple[int, int, int]
@@ -82,7 +93,31 @@ class Taken:
     error: str = ""
 
 
-Message = Sent | Taken
+@dataclass(frozen=True)
+class Work:
+    """What a worker did with a sampled message that it had taken, as one page recorded it.
+
+    Attributes:
+        name: `h2d` (a call of `to_device`), `dma_gate` (from a view's death to the return of its hold), or what a
+            communicator did: one of `arena.probe.OPERATIONS`.
+        number: of the event: which of the page's.
+        sequence: the message's; of a communicator's, which of its operations.
+        part: when, and how many bytes; 0 for a gate.
+        how: the modes of the copies, or the path of the operation.
+        trace: the message's words of context.
+        reader: the rank that took the message; None where the page is that reader's.
+    """
+
+    name: str
+    number: int
+    sequence: int
+    part: Part
+    how: str
+    trace: Trace
+    reader: int | None = None
+
+
+Message = Sent | Taken | Work
 
 
 class Follower:
@@ -94,7 +129,8 @@ class Follower:
     """
 
     def __init__(self, role: Role, *, from_start: bool) -> None:
-        self._follow = self._sender if role is Role.WRITER else self._taker
+        by_role = {Role.WRITER: self._sender, Role.READER: self._taker, Role.COMMUNICATOR: self._reducer}
+        self._follow: Callable[[EventRecord], Iterator[Message]] = by_role[role]
         self._next = 0
         self._counts = from_start
         self._waits: list[tuple[int, Part]] = []
@@ -161,7 +197,7 @@ class Follower:
         )
 
     # ── at a reader ──────────────────────────────────────────────────────────────────────────────
-    def _taker(self, event: EventRecord) -> Iterator[Taken]:
+    def _taker(self, event: EventRecord) -> Iterator[Taken | Work]:
         if event.kind == Event.CONSUME:
             received_ns = event.time_ns - event.b
             taken = Taken(event.sequence, received_ns - event.a, received_ns, event.time_ns, trace=event.trace)
@@ -174,11 +210,28 @@ class Follower:
         elif self._open is not None and event.kind == Event.DONE and event.sequence == self._open.sequence:
             yield replace(self._open, decode_ns=event.b, done_ns=event.time_ns)
             self._open = None
+        elif event.kind == Event.TO_DEVICE:
+            modes = [mode for bit, mode in enumerate(COPY_MODES) if event.b >> bit & 1]
+            yield _work("h2d", event, event.b >> MODE_BITS, ",".join(modes) or "unknown")
+        elif event.kind == Event.GATE:  # often long after the message itself is done
+            yield _work("dma_gate", event, 0, "")
+
+    # ── at a rank of a communicator ──────────────────────────────────────────────────────────────
+    def _reducer(self, event: EventRecord) -> Iterator[Work]:
+        if event.kind == Event.REDUCE:
+            path = _named(ALLREDUCE_PATHS, event.b & ((1 << PATH_BITS) - 1))
+            operation = _named(OPERATIONS, (event.b & 0xFF) >> PATH_BITS)
+            yield _work(operation, event, event.b >> 16, path, event.b >> 8 & 0xFF)
 
 
 def _named(names: Sequence[str], index: int) -> str:
     """The name with this index; what a page of another version says may be beyond ours."""
     return names[index] if index < len(names) else "unknown"
+
+
+def _work(name: str, event: EventRecord, nbytes: int, how: str, reader: int | None = None) -> Work:
+    part = Part(event.time_ns - event.a, event.time_ns, nbytes)
+    return Work(name, event.number, event.sequence, part, how, event.trace, reader)
 
 
 def _part(event: EventRecord) -> Part:

@@ -330,7 +330,7 @@ def _of_writer(queue: Queue, writer: Endpoint, now: InProgress) -> Derived:
 
 def _of_reader(queue: Queue, reader: Endpoint, verdict: Verdict) -> Derived:
     rank = str(reader.rank)
-    yield "reader_info", (rank, str(reader.page.owner.pid), _LIVENESS[reader.alive]), 1
+    yield "reader_info", (rank, reader.page.where or str(reader.page.owner.pid), _LIVENESS[reader.alive]), 1
     if reader.alive is not None:
         yield "reader_up", (rank,), reader.alive
     yield "reader_start_time_seconds", (rank,), reader.page.started_ns / 1e9

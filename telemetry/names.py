@@ -125,8 +125,16 @@ SUMMED: Final = frozenset(
 )
 """Kept at both ends, or by every reader, and exported once a queue: nobody is paged for one reader's share of them."""
 
-INTERNAL: Final = frozenset({"gate_oldest_since_nanoseconds"})
-"""On the pages, and not exported as they are: a monotonic time means nothing to another host."""
+INTERNAL: Final = frozenset(
+    {
+        "gate_oldest_since_nanoseconds",
+        "collective_bytes_total",
+        "collective_fallback_total",
+        "collective_seconds",
+    }
+)
+"""On the pages, and not exported: a monotonic time means nothing to another host, and of the rarer collectives the path
+alone is worth a series for each rank."""
 
 # name: (help, why)
 _TEXTS: Final[dict[str, tuple[str, str]]] = {
@@ -200,6 +208,20 @@ _TEXTS: Final[dict[str, tuple[str, str]]] = {
         "Messages that did not take the fast path, by reason.",
         "Why the slow path is taken, before it is noticed as latency.",
     ),
+    # readers on other hosts
+    "remote_refused_total": (
+        "What came over the network and was sent away or ignored: no hand-shake of ours (handshake), another key "
+        "(key), another secret or version (secret), no seat for it (seat), no message of ours (malformed).",
+        "Strangers at the port, and workers with the handle of an older queue.",
+    ),
+    "remote_sent_bytes_total": (
+        "Bytes sent to a reader on another host, those sent again included.",
+        "How much of the network a reader takes.",
+    ),
+    "remote_resent_total": (
+        "Frames sent again to a reader on another host, after its connection broke.",
+        "A bad link, before it is one that does not come back.",
+    ),
     # traces
     "traces_sampled_total": (
         "Messages chosen to be traced.",
@@ -250,8 +272,12 @@ _TEXTS: Final[dict[str, tuple[str, str]]] = {
     ),
     "pin_seconds_total": ("Time spent registering segments with the device.", "What a growing arena costs a reader."),
     "dma_gate_wait_seconds": (
-        "How long a block whose views had died waited for the device's copy out of it.",
+        "How long a block whose views had died waited for the device's copy, where the helper thread asked for that.",
         "Whether blocks come back late because of the device.",
+    ),
+    "gate_releases_total": (
+        "Blocks that came back from a copy: when the device wrote its ticket, or when the helper thread saw it passed.",
+        "Whether blocks come back at once, or are polled for (no support, or too many streams).",
     ),
     "blocks_in_gate": (
         "Blocks whose views have died and whose copy to the device has not passed yet.",
@@ -260,6 +286,14 @@ _TEXTS: Final[dict[str, tuple[str, str]]] = {
     "device_copies_total": (
         "Copies of tensors to the device, by how they were made.",
         "Whether copies are synchronous because memory is not pinned.",
+    ),
+    "h2d_seconds_total": (
+        "Copies to the device out of pinned memory, from begin to end on their stream: some of those of a MiB or more.",
+        "How long the device copies, without the wait for what was queued before.",
+    ),
+    "h2d_bytes_total": (
+        "Bytes of the copies in that sample.",
+        "By those seconds: the bandwidth to the device.",
     ),
     # both ends
     "parks_total": (
@@ -292,6 +326,10 @@ _TEXTS: Final[dict[str, tuple[str, str]]] = {
     "allreduce_seconds": (
         "One all-reduce, by path, from sampled device events.",
         "Whether a path is as fast as when it was tuned.",
+    ),
+    "collective_total": (
+        "All-gathers, reduce-scatters, all-to-alls and fused norms, by the path they took.",
+        "Whether these take the fast path.",
     ),
 }
 
@@ -357,7 +395,8 @@ DERIVED: Final[tuple[Exported, ...]] = (
         "reader_info",
         INFO,
         "",
-        "Which process a rank is, 1; liveness is alive, dead, or unknown where the exporter can't tell.",
+        "Which process a rank is, 1; pid is host:pid of one on another host; liveness is alive, dead, or unknown where "
+        "the exporter can't tell.",
         "From the rank that is blamed to the process: py-spy dump --pid.",
         *("pid", "liveness"),
     ),

@@ -3,7 +3,8 @@
 One track per endpoint, with rank and pid in its name. A message is a slice where it was sent and one at each reader
 that took it, joined by a flow; the writer's waits are slices named after the reader that they are charged to, and
 coloured by it. (Perfetto colours slices by name, so the name does it there; Chrome goes by `cname`.) Where tracing is
-on, slices last as long as the message was worked on; otherwise a reader's lasts until it released the slot.
+on, slices last as long as the message was worked on; otherwise a reader's lasts until it released the slot. Copies to a
+device and collectives are slices inside a message's; waits in the DMA gate outlive it, and overlap: they are async.
 
 Times are microseconds since the first event; `otherData.began` is that event's wall-clock time.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from arena.probe import ERROR_KINDS, FALLBACK_REASONS, BadPage, Event, EventRecord, ProbeReader, Role
-from telemetry.messages import Follower, Part, Sent, Taken
-from telemetry.reader import Endpoint, Queue
+from telemetry.messages import Follower, Message, Part, Sent, Taken, Work
+from telemetry.reader import Communicator, Endpoint, Queue
 
 Entry = dict[str, Any]
 
@@ -57,18 +58,25 @@ class _Track:
     events: list[EventRecord]
     sent: list[Sent]
     taken: list[Taken]
+    work: list[Work]
 
     @property
     def title(self) -> str:
         page = self.endpoint.page
         who = "writer" if page.role is Role.WRITER else f"reader {page.rank}"
-        return f"{who} (pid {page.owner.pid}{', dead' if self.endpoint.alive is False else ''})"
+        return f"{who} ({page.where or f'pid {page.owner.pid}'}{', dead' if self.endpoint.alive is False else ''})"
 
 
-def timeline(queue: Queue) -> Entry:
-    """The timeline of what the flight recorders of a queue's endpoints still hold."""
+def timeline(queue: Queue, groups: Sequence[Communicator] = ()) -> Entry:
+    """The timeline of what the flight recorders of a queue's endpoints still hold.
+
+    Args:
+        queue: as a look saw it.
+        groups: communicators, in which its readers may have reduced something for a message of the queue.
+    """
     tracks = [track for number, one in enumerate(queue.endpoints) if (track := _track(number, one)) is not None]
-    entries = [entry for track in tracks for entry in _entries(track, queue)] + list(_flows(tracks))
+    entries = [entry for track in tracks for entry in _entries(track)] + list(_flows(tracks))
+    entries += [entry for group in groups for entry in _of_group(tracks, group)]
     began_ns = min((entry["ts"] for entry in entries), default=0)
     for entry in entries:
         entry["ts"] = (entry["ts"] - began_ns) / 1e3
@@ -91,8 +99,7 @@ def _track(number: int, endpoint: Endpoint) -> _Track | None:
             shift = time.time_ns() - page.now_ns()
     except (BadPage, OSError):
         return None
-    follower = Follower(endpoint.page.role, from_start=False)
-    messages = [*follower.read(events), *follower.unfinished()]
+    messages = _messages(endpoint, events)
     return _Track(
         number,
         endpoint,
@@ -100,7 +107,13 @@ def _track(number: int, endpoint: Endpoint) -> _Track | None:
         events,
         [one for one in messages if isinstance(one, Sent)],
         [one for one in messages if isinstance(one, Taken)],
+        [one for one in messages if isinstance(one, Work)],
     )
+
+
+def _messages(endpoint: Endpoint, events: list[EventRecord]) -> list[Message]:
+    follower = Follower(endpoint.page.role, from_start=False)
+    return [*follower.read(events), *follower.unfinished()]
 
 
 # ── what is on one track ─────────────────────────────────────────────────────────────────────────
@@ -112,7 +125,7 @@ def _names(queue: Queue, tracks: list[_Track]) -> Iterator[Entry]:
         yield {**common, "name": "thread_sort_index", "args": {"sort_index": track.number}}
 
 
-def _entries(track: _Track, queue: Queue) -> Iterator[Entry]:
+def _entries(track: _Track) -> Iterator[Entry]:
     for sent in track.sent:
         yield _slice(track, f"send {sent.sequence}", sent.began_ns, sent.ended_ns, _of_sent(sent))
         if sent.encode_ns and any(sent.trace):
@@ -121,11 +134,37 @@ def _entries(track: _Track, queue: Queue) -> Iterator[Entry]:
             yield _slice(track, "memcpy", part.began_ns, part.ended_ns, {"bytes": part.number})
     for taken in track.taken:
         yield _slice(track, f"process {taken.sequence}", taken.received_ns, _end_of(taken, track), _of_taken(taken))
+    for work in track.work:
+        yield from _gate(track, work) if work.name == "dma_gate" else (_work(track, work),)
     yield from _stalls(track)
     for event in track.events:
         if event.kind in _MOMENTS and not (event.kind == Event.ERROR and any(event.trace)):  # that one is a slice's
             what = {"ph": "i", "s": "t", "name": Event.NAMES[event.kind], "args": _of_moment(event)}
             yield _entry(track, event.time_ns, what)
+
+
+def _work(track: _Track, work: Work, **further: Any) -> Entry:
+    how = "copy_mode" if work.name == "h2d" else "path"
+    args = {**further, "bytes": work.part.number, how: work.how, **_trace(work.trace)}
+    return _slice(track, work.name, work.part.began_ns, work.part.ended_ns, args)
+
+
+def _gate(track: _Track, work: Work) -> Iterator[Entry]:
+    common = {"cat": "gate", "name": work.name, "id": f"{track.number}.{work.number}"}
+    args = {"sequence": work.sequence, **_trace(work.trace)}
+    yield _entry(track, work.part.began_ns, {"ph": "b", **common, "args": args})
+    yield _entry(track, work.part.ended_ns, {"ph": "e", **common, "args": {}})
+
+
+def _of_group(tracks: list[_Track], group: Communicator) -> Iterator[Entry]:
+    """What a reader's process did in a communicator, inside a message of this queue: on that reader's track."""
+    known = {(track.endpoint.rank, taken.trace): track for track in tracks for taken in track.taken if any(taken.trace)}
+    for rank in group.ranks:
+        other = _track(0, rank)  # the same process as the reader's, so the same clock
+        for work in other.work if other is not None else ():
+            track = known.get((work.reader or 0, work.trace))
+            if track is not None:
+                yield _work(track, work, group=group.label, rank=rank.rank)
 
 
 def _stalls(track: _Track) -> Iterator[Entry]:

@@ -69,6 +69,12 @@ class Page:
     about: dict[str, Any]
     series: tuple[PageSeries, ...]
 
+    @property
+    def where(self) -> str:
+        """host:pid of a reader on another host, whose page the process here only keeps; "" for all others."""
+        found = self.about.get("where", "")
+        return found if isinstance(found, str) else ""
+
     def number(self, key: str) -> int:
         """A count among `about`; 0 if there is none."""
         value = self.about.get(key)
@@ -145,6 +151,7 @@ class Queue:
         readers: the newest incarnation of each rank that has a page, by rank.
         marks: when frames were published, see `arena.probe.published_at`.
         blocks: the arena's live blocks, as of the last look in which the table held still.
+        segments: the arena's segments by number, with their bytes; empty if an older writer does not tell.
     """
 
     label: str
@@ -153,6 +160,7 @@ class Queue:
     readers: tuple[Endpoint, ...]
     marks: tuple[tuple[int, int], ...]
     blocks: tuple[BlockRecord, ...]
+    segments: tuple[tuple[int, int], ...] = ()
 
     @property
     def instance(self) -> str:
@@ -567,15 +575,16 @@ class Watcher:
         writer: Endpoint | None = None
         marks: list[tuple[int, int]] = []
         blocks: list[BlockRecord] = []
+        segments: tuple[tuple[int, int], ...] = ()
         readers = []
         for file, opened in self._readable(files):  # the writer first: see `Queue.lag`
             if file.page.role is Role.WRITER:
                 writer = self._endpoint(file.page, opened, *opened.values_and_wait(), whole=whole)
-                marks, blocks = opened.marks(), opened.blocks()
+                marks, blocks, segments = opened.marks(), opened.blocks(), opened.segments()
             else:
                 values, wait = opened.values_and_wait() if whole else ([], opened.wait())
                 readers.append(self._endpoint(file.page, opened, values, wait, whole=whole))
-        return Queue(label, directory, writer, tuple(readers), tuple(marks), tuple(blocks))
+        return Queue(label, directory, writer, tuple(readers), tuple(marks), tuple(blocks), segments)
 
     def _communicator(self, label: str, directory: Path, files: list[_File]) -> Communicator:
         ranks = [

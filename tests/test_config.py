@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from arena import MessageQueue, QueueConfig
-from arena.config import check_readers, check_timeout, unknown_variables
+from arena import MessageQueue, QueueConfig, RemoteConfig
+from arena.config import check_readers, check_timeout, split_address, unknown_variables
 from arena.errors import InvalidArgument, QueueTimeout
 from arena.layout import MAX_READERS
 
@@ -43,7 +43,17 @@ def is_of_the_wrong_type(error: InvalidArgument, value: object) -> bool:
 
 def test_the_table_here_knows_every_field():
     fields = {field.name for field in dataclasses.fields(QueueConfig)}
-    assert fields == {*NUMBERS, *SWITCHES, "name", "views", "pin", "on_reader_death", "stall_warning_s", "run_dir"}
+    assert fields == {
+        *NUMBERS,
+        *SWITCHES,
+        "name",
+        "views",
+        "pin",
+        "serializer",
+        "on_reader_death",
+        "stall_warning_s",
+        "run_dir",
+    }
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [(name, *bounds) for name, bounds in NUMBERS.items()])
@@ -233,20 +243,61 @@ def test_a_variable_that_means_something_is_no_misspelt_setting(monkeypatch):
 
 @pytest.mark.parametrize("n_reader", [1, 4, MAX_READERS])
 def test_a_queue_has_at_least_one_reader(n_reader):
-    assert check_readers(n_reader, None) == check_readers(n_reader, n_reader) == n_reader
+    assert check_readers(n_reader, None, None) == check_readers(n_reader, n_reader, None) == (n_reader, n_reader)
 
 
 @pytest.mark.parametrize("n_reader", [0, -1, MAX_READERS + 1, 1.0, "1", None, True])
 def test_a_number_of_readers_that_is_none_is_refused(n_reader):
     trouble = "out of range" if type(n_reader) is int else "of the wrong type"
     with pytest.raises(InvalidArgument, match=f"n_reader is {trouble}"):
-        check_readers(n_reader, None)
+        check_readers(n_reader, None, None)
 
 
 @pytest.mark.parametrize("n_local_reader", [0, 3, 5, -1, "4", True])
-def test_readers_on_other_hosts_are_refused(n_local_reader):
+def test_readers_on_other_hosts_need_an_address(n_local_reader):
     with pytest.raises(InvalidArgument):
-        check_readers(4, n_local_reader)
+        check_readers(4, n_local_reader, None)
+
+
+def test_with_an_address_some_readers_may_be_elsewhere():
+    assert check_readers(4, 0, RemoteConfig("10.0.0.1")) == (4, 0)
+    assert check_readers(4, None, RemoteConfig("10.0.0.1")) == (4, 4)
+    for n_local_reader in (5, -1, "4", True):
+        with pytest.raises(InvalidArgument):
+            check_readers(4, n_local_reader, RemoteConfig("10.0.0.1"))
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        ("10.0.0.1", "10.0.0.1", 0),
+        ("node-7:5555", "node-7", 5555),
+        ("[fe80::1]", "fe80::1", 0),
+        ("[::1]:80", "::1", 80),
+    ],
+)
+def test_an_address_is_a_host_with_or_without_a_port(address, host, port):
+    assert split_address("bind", address) == (host, port)
+
+
+@pytest.mark.parametrize(
+    "address", ["", "*", "a b", "host:port", "host:70000", "::1", "tcp://host:1", "[::1", "x/y", 7]
+)
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(InvalidArgument, match="bind"):
+        RemoteConfig(address)
+
+
+def test_a_wildcard_is_no_address_that_readers_can_connect_to():
+    with pytest.raises(InvalidArgument, match="connect is missing"):
+        RemoteConfig("0.0.0.0:5555")
+    assert RemoteConfig("0.0.0.0:5555", connect="node-7").connect == "node-7"
+
+
+@pytest.mark.parametrize("settings", [{"timeout_s": 0.1}, {"timeout_s": "5"}, {"window_bytes": 5}, {"connect": "a b"}])
+def test_a_setting_of_the_network_out_of_range_is_refused(settings):
+    with pytest.raises(InvalidArgument, match=next(iter(settings))):
+        RemoteConfig("10.0.0.1", **settings)
 
 
 @pytest.mark.parametrize(("timeout", "seconds"), [(None, None), (0, 0.0), (1.5, 1.5), (math.inf, 1e9), (10**30, 1e9)])

@@ -91,8 +91,12 @@ def test_slots_fill_the_ring_segment_exactly(geometry):
 @given(GEOMETRIES)
 def test_a_control_segment_has_room_for_its_tables_and_no_page_more(geometry):
     assert geometry.returned_offset == layout.RELEASED_OFFSET + geometry.slots * layout.WORD
-    end = geometry.returned_offset + geometry.max_holds * layout.WORD
-    assert end <= geometry.control_bytes < end + layout.PAGE
+    assert geometry.named_offset == geometry.returned_offset + geometry.max_holds * layout.WORD
+    end = geometry.named_offset + geometry.max_holds * layout.NAMES * layout.WORD
+    assert end <= geometry.tickets_offset < end + layout.PAGE
+    assert geometry.tickets_offset % layout.PAGE == 0
+    assert layout.TICKETS * layout.LINE_WORDS * layout.WORD <= layout.TICKETS_BYTES
+    assert geometry.control_bytes == geometry.tickets_offset + layout.TICKETS_BYTES
     assert geometry.control_bytes % layout.PAGE == 0
 
 

@@ -4,21 +4,24 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+import torch
 from rich.cells import cell_len
 
+from arena import MessageQueue, QueueConfig
 from arena.probe import BlockRecord
 from telemetry.health import Verdict
 from telemetry.monitor import maps, units, words
 from telemetry.monitor.facts import Histogram, Moment, WaitFacts, WriterFacts, plain
 from telemetry.monitor.lines import Column, Span, table, text_of
 from telemetry.monitor.live import pressed
+from telemetry.monitor.local import Pages
 from telemetry.monitor.recent import WINDOW_S, Recent
 from telemetry.monitor.remote import Metrics
 from telemetry.monitor.report import as_json
 from telemetry.monitor.screen import HELP, NARROWEST, Choices, Sort, draw, snapshot
 from telemetry.monitor.words import BLOCKED_S, LONG_S, Severity
 from tests.support import screenshot
-from tests.support.moments import moment, queue, reader, stall
+from tests.support.moments import group, moment, queue, rank, reader, stall
 
 AS_IT_IS = Choices()
 
@@ -96,11 +99,20 @@ def test_a_writer_that_is_stopped_or_gone_is_a_stall():
     assert (says(stopped).word, says(stopped).severity) == ("STOPPED", Severity.STALLED)
     assert (says(gone).word, says(gone).severity) == ("ORPHANED", Severity.STALLED)
     assert "4 readers live" in says(gone).sentence
+    waiting = replace(stopped, wait=WaitFacts(9.0, (1,)))
+    assert says(waiting).word == "STOPPED", "whatever it waited for, now it is itself that stands"
 
 
 def test_a_queue_of_the_dead_is_dead():
     dead = replace(queue(), writer=WriterFacts(9, False, "X", "", 90.0, 5), readers=(reader(0, alive=False),))
-    assert (says(dead).word, says(dead).severity) == ("DEAD", Severity.DEGRADED)
+    assert (says(dead).word, says(dead).severity) == ("DEAD", Severity.HEALTHY), "nobody waits on it"
+    assert says(dead, replace(dead, label="more")).sentence.startswith(
+        "DEAD: all 2 queues have ended, the last process"
+    )
+    assert says(queue("a"), dead).sentence.endswith("no message in the last seconds · 1 dead queue left behind")
+    one = moment(dead, queue("well"))
+    rows = [line for line in drawn(scene=(one, seen(one))) if "4 of 4" not in line and line.startswith(("  ", "▶"))]
+    assert [row.split()[1 if row[0] == "▶" else 0] for row in rows[1:3]] == ["well", "steps"], "the dead come last"
 
 
 def test_the_worst_queue_has_the_first_line_and_the_others_are_counted():
@@ -118,9 +130,18 @@ def test_a_writer_that_waits_much_in_short_waits_is_slowed_by_the_reader_that_co
     after = replace(before, waited_s=before.waited_s + 5, published=before.published + 9, readers=tuple(costly))
     looks = moment(before), moment(after, at_s=10.0)
     said = words.of_moment(looks[1], seen(*looks))[0]
+    assert said.severity is Severity.DEGRADED, "one of four holds the others up"
     assert said.sentence.startswith(
         "SLOWED: the writer waited 50 % of the last seconds, 40 % for reader 2 (pid 4712), 30 %"
     )
+
+
+def test_a_writer_that_waits_for_all_readers_alike_is_slowed_and_healthy():
+    before = queue()
+    alike = [reader(rank, blocked_s=0.2 * rank + 1, excess_s=0.1 * rank + 0.2) for rank in range(4)]
+    looks = moment(before), moment(replace(before, waited_s=6.0, readers=tuple(alike)), at_s=10.0)
+    said = words.of_moment(looks[1], seen(*looks))[0]
+    assert (said.word, said.severity) == ("SLOWED", Severity.HEALTHY)
 
 
 def test_where_all_is_well_it_says_so():
@@ -172,6 +193,20 @@ def test_what_an_exporter_said_last_is_not_taken_for_news():
     first = moment(queue())
     recent = seen(first, replace(first, stale_s=3.0, time_s=first.time_s + 3))
     assert len(recent._moments["steps", "5f3a"]) == 1
+
+
+def test_a_rank_s_path_and_declines_are_those_of_the_window_or_else_of_all():
+    before = group(ranks=(rank(0), rank(1)))
+    now = {"one_shot": 96_100, "symm_mem_multimem": 33_000}
+    busy = rank(0, operations=now, nbytes={"one_shot": 1, "nccl": 5_000}, declines={"too_large": 32_000, "dtype": 7})
+    after = group(ranks=(busy, rank(1), rank(2)))
+    looks = moment(groups=(before,)), moment(groups=(after,), at_s=10.0)
+    recent = seen(*looks)
+    first, still, new = (recent.rank(after, one) for one in after.ranks)
+    assert (first.path, first.declined, first.declines) == ("symm_mem_multimem", "dtype", 7)
+    assert (first.operations_per_s, first.bytes_per_s) == (pytest.approx(110.0), pytest.approx(500.0))
+    assert (still.path, still.declined, still.operations_per_s, still.lately) == ("one_shot", "too_large", 0.0, False)
+    assert (new.path, new.operations_per_s) == ("one_shot", None)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -265,9 +300,73 @@ def test_the_arena_shows_who_alone_holds_a_range():
         BlockRecord(0, 500, 250, (0, 1), False),
         BlockRecord(1, 0, 500, (), True),
     ]
-    assert [text_of(line) for line in maps.arena(blocks, 2, 2000, 8)] == ["11··++··", "wwww····"]
+    assert [text_of(line) for line in maps.arena(blocks, [(0, 1000), (1, 1000)], 8)] == ["11··++··", "wwww····"]
+    assert [text_of(line) for line in maps.arena(blocks, [(0, 2000), (1, 500)], 16)] == ["11··++··········", "wwww"]
     tiny = [BlockRecord(0, 999, 1, (2,), False)]
-    assert text_of(maps.arena(tiny, 1, 1000, 10)[0]) == "·········2", "a small block is not lost"
+    assert text_of(maps.arena(tiny, [(0, 1000)], 10)[0]) == "·········2", "a small block is not lost"
+    assert text_of(maps.arena([], [(0, 1 << 40), (1, 1)], 10)[1]) == "·", "nor a small segment"
+
+
+def test_the_true_sizes_of_segments_come_from_the_writer_s_page(run_dir):
+    with (
+        MessageQueue(1, config=QueueConfig(name="steps", segment_bytes=1 << 20)) as writer,
+        MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
+    ):
+        for nbytes in (1 << 19, 6 << 20):
+            writer.enqueue(torch.zeros(nbytes, dtype=torch.uint8))
+            reader.dequeue(timeout=10)
+        writer.statistics()
+        source = Pages()
+        (seen,) = source.look().queues
+        source.close()
+    assert [number for number, _ in seen.segments] == [0, 1]
+    assert seen.segments[0][1] == 1 << 20
+    assert seen.segments[1][1] >= 6 << 20
+    assert sum(nbytes for _, nbytes in seen.segments) == seen.arena.size
+
+
+def test_where_no_sizes_are_told_segments_are_taken_to_be_of_one_size():
+    beyond = [BlockRecord(1, 0, 5000, (), True)]
+    assert maps.guessed(beyond, 2, 2000) == [(0, 1000), (1, 5000)]
+
+
+def ranks_drawn(width, height=60, **changes):
+    scene = moment(queue(), groups=(group(world=8, **changes),))
+    lines = drawn(width, height, scene=(scene, seen(scene)))
+    at = next((at for at, line in enumerate(lines) if line.startswith("all-reduce: ")), len(lines))
+    return [line for line in lines[at:-1] if line]
+
+
+def test_communicators_have_a_table_that_loses_columns_and_rows_and_is_never_torn():
+    for width, titles in (
+        (40, ["GROUP", "RANK", "PATH", "OPS/S"]),
+        (60, ["GROUP", "RANK", "PATH", "OPS/S", "BYTES/S"]),
+        (120, ["GROUP", "RANK", "PROCESS", "PID", "PATH", "OPS/S", "BYTES/S", "DECLINED", "OPS"]),
+    ):
+        head, columns, *rows = ranks_drawn(width)
+        assert head.startswith("all-reduce: 8 of 8 ranks on cuda:0")
+        assert columns.split() == titles
+        assert [row.split()[:2] for row in rows] == [["tp:0", str(number)] for number in range(8)]
+    assert "too_large 32 k" in rows[0]
+    assert ranks_drawn(120, 29)[-1].startswith("… ")
+    assert ranks_drawn(120, 20) == []
+
+
+def test_a_rank_that_ended_stands_first_and_says_so():
+    ranks = (rank(0), rank(1, alive=False, process="X"), rank(2, process="T"))
+    rows = ranks_drawn(120, ranks=ranks)[2:]
+    assert [row.split()[1:3] for row in rows] == [["1", "ENDED"], ["2", "STOPPED"], ["0", "alive"]]
+
+
+def test_communicators_without_a_queue_are_shown_and_several_are_counted():
+    scene = moment(groups=(group("a", 1), group("b", 2)))
+    lines = drawn(100, 12, scene=(scene, seen(scene)))
+    assert lines[0].startswith("NO QUEUE")
+    assert "all-reduce: 2 groups" in lines
+    paper = [text_of(line) for line in snapshot(scene, seen(scene), Choices(), 100)]
+    assert sum(line.startswith(("a ", "b ")) for line in paper) == 3
+    assert as_json(scene, seen(scene))["allreduce"][1]["ranks"][1]["path"] == "one_shot"
+    assert not scene.only("steps").groups
 
 
 def test_a_sparkline_has_its_newest_value_at_the_end():

@@ -92,12 +92,12 @@ def test_the_verdicts_are_those_of_health():
     assert len(set(PAGE_ERRORS)) == len(PAGE_ERRORS)
 
 
-@pytest.mark.parametrize(("readers", "limit"), [(4, 500), (8, 800)])
+@pytest.mark.parametrize(("readers", "limit"), [(4, 500), (8, 820)])
 def test_a_queue_has_few_enough_series(readers, limit):
     assert series_per_queue(readers) <= limit
 
 
-@pytest.mark.parametrize(("world", "paths", "limit"), [(2, 3, 140), (8, 3, 560), (8, 6, 1020), (64, 1, 2000)])
+@pytest.mark.parametrize(("world", "paths", "limit"), [(2, 3, 170), (8, 3, 660), (8, 6, 1210), (64, 1, 2310)])
 def test_a_communicator_has_few_enough_series(world, paths, limit):
     assert series_per_communicator(world, paths) <= limit
 

@@ -88,7 +88,7 @@ def test_a_rank_belongs_to_one_living_reader_until_it_leaves(queue, fleet):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"version": 2}, HandleMismatch, "another version"),
+        ({"version": 1}, HandleMismatch, "another version"),
         ({"magic": "other-queue"}, HandleMismatch, "another version"),
         ({"secret": "0" * 64}, HandleMismatch, "secret"),
         ({"secret": ""}, HandleMismatch, "secret"),

@@ -51,6 +51,7 @@ WITHOUT_DATA = {
     "arena-3-memory: DMA gate wait p99, by reader A": "without a device no block waits for one",
     "rules: arena:segments_unpinned:count": "without a device nothing is copied to one",
     "rules: ArenaUnpinned": "without a device nothing is copied to one",
+    "arena-3-memory: Copy bandwidth, by direction B": "likewise",
 }
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
 
 from arena import MessageQueue, QueueConfig
 from telemetry.exporter import start_exporter
 from telemetry.monitor.local import Pages
-from tests.support.fleet import Fleet, Worker, attach, create
+from tests.support.fleet import Fleet, Here, Worker, attach, create
+from tests.support.ranks import make, together
 from tests.support.terminal import ARENA, ROOT, Terminal
 from tests.support.traffic import send, take
 
@@ -340,6 +342,44 @@ def test_a_queue_alone(fleet):
     engine(fleet, 1, "second")
     report = json.loads(arena("top", "--json", "--queue", "second").stdout)
     assert [queue["queue"] for queue in report["queues"]] == ["second"]
+
+
+def reduce(here: Here, rank: int, operations: int) -> None:
+    """Sums of two sizes, and one of a dtype that the fast paths do not take, over and over."""
+    for _ in range(operations):
+        for x in (torch.ones(64), torch.ones(64), torch.ones(4, dtype=torch.int64)):
+            here.comm.all_reduce(x)
+        time.sleep(0.01)
+
+
+def test_all_reduce_has_a_row_for_each_rank_here_and_from_another_host(two, run_dir):
+    together(two, make)
+    calls = [worker.begin(reduce, rank, 100_000) for rank, worker in enumerate(two)]
+    with start_exporter(0) as exporter:
+        for arguments in ((), ("--from", exporter.url, "--interval", "0.2")):
+            with Terminal("top", *arguments, columns=120) as terminal:
+                terminal.until(lambda: len(re.findall(r" [01] .* cpu_one_shot +\d.*dtype \d", terminal.text)) == 2)
+                terminal.resize(60, 30)
+                terminal.until(lambda: "BYTES/S" in terminal.text and "DECLINED" not in terminal.text)
+                terminal.press("q")
+                assert terminal.end() == 0
+        there = json.loads(arena("top", "--json", "--from", exporter.url).stdout)
+    here = json.loads(arena("top", "--json").stdout)
+    for report in (here, there):
+        (group,) = report["allreduce"]
+        assert (group["world"], group["device"], group["plan"]) == (2, "cpu", "default")
+        for number, found in enumerate(group["ranks"]):
+            assert (found["rank"], found["path"], found["declined"]) == (number, "cpu_one_shot", "dtype")
+            assert found["operations_per_s"] > 10 and found["bytes_per_s"] > 1000
+            assert found["operations_by_path"].keys() == {"cpu_one_shot", "gloo"}
+    assert [found["pid"] for found in here["allreduce"][0]["ranks"]] == [worker.pid for worker in two]
+    assert there["allreduce"][0]["instance"] == here["allreduce"][0]["instance"]
+    page = arena("top", "--once", "--ascii").stdout
+    assert page.isascii() and "all-reduce: 2 of 2 ranks on cpu, default plan" in page
+    assert not any(call.done() for call in calls)
+    two[1].kill()
+    page = arena("top", "--once").stdout
+    assert re.search(rf" 1  ENDED +{two[1].pid}", page)
 
 
 # --- another host ----------------------------------------------------------------------------------------------------

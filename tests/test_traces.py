@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.openmetrics.exposition import generate_latest
@@ -18,10 +19,12 @@ from arena import probe
 from arena.errors import DecodeFailed
 from telemetry import traces
 from telemetry.metrics import ArenaCollector
+from telemetry.perfetto import timeline
 from telemetry.reader import Watcher
 from tests.support import traced
-from tests.support.fleet import Fleet, Worker, attach, create, dequeue, drain, enqueue, eventually, shut_down
+from tests.support.fleet import Fleet, Here, Worker, attach, create, dequeue, drain, enqueue, eventually, shut_down
 from tests.support.otlp import GrpcReceiver, Received, Receiver, Silent
+from tests.support.ranks import close, make, together
 from tests.support.scraping import registry_of
 
 ROOT = Path(__file__).parent.parent
@@ -107,6 +110,97 @@ def test_fragments_are_one_message(fleet, receiver):
     end(writer, [reader])
     assert one(receiver.spans, "send steps").attributes["messaging.arena.path"] == "fragments"
     assert one(receiver.spans, "process steps").parent_id == one(receiver.spans, "send steps").span_id
+
+
+def test_copies_to_a_device_and_waits_in_the_gate_are_children_of_process(fleet, receiver, run_dir):
+    writer, (reader,) = start(fleet, receiver.url, ratio=1.0)
+    for _ in range(2):
+        writer.call(traced.send_tensor, 1 << 20)
+    reader.call(traced.copy_late, 0.05)
+    with Watcher(run_dir) as watcher:
+        drawing = timeline(watcher.look().queues[0])["traceEvents"]
+    end(writer, [reader])
+    processes = {span.start_ns: span for span in named(receiver.spans, "process steps")}
+    first, second = (processes[at] for at in sorted(processes))
+    copies = {span.parent_id: span for span in named(receiver.spans, "h2d")}
+    assert copies[first.span_id].attributes["messaging.arena.copy_mode"] in ("pageable_sync", "pinned_async")
+    copy = copies[second.span_id]
+    assert copy.attributes["messaging.arena.copy_mode"] == "pinned_async"
+    assert copy.attributes["messaging.arena.bytes"] == (1 << 20) + 8
+    assert second.start_ns < copy.start_ns < copy.end_ns < second.end_ns
+    (gate,) = [span for span in named(receiver.spans, "dma_gate") if span.parent_id == second.span_id]
+    assert gate.end_ns - gate.start_ns >= 0.05e9
+    assert gate.attributes["messaging.message.id"] == second.attributes["messaging.message.id"]
+    # The same, drawn.
+    assert [one["args"]["bytes"] for one in drawing if one["ph"] == "X" and one["name"] == "h2d"][-1] == (1 << 20) + 8
+    begun, ended = ([one for one in drawing if one["ph"] == phase][-1] for phase in "be")
+    assert (begun["name"], begun["id"]) == ("dma_gate", ended["id"])
+    assert ended["ts"] - begun["ts"] >= 50_000
+
+
+def test_what_is_reduced_within_a_message_is_a_child_of_process(two, fleet, receiver, run_dir):
+    together(two, make)
+    for call in [worker.begin(traced.trace_on, receiver.url, ratio=1.0) for worker in two]:
+        call.result()
+    writer = fleet.start()
+    writer.call(traced.sample_only, ratio=1.0)
+    handle = writer.call(create, 2, name="steps")
+    together(two, attach_rank, handle)
+    writer.call(enqueue, "go")
+    together(two, traced.reduce_within, [64, 300_000])
+    with Watcher(run_dir) as watcher:
+        look = watcher.look()
+        drawing = timeline(look.queues[0], look.communicators)["traceEvents"]
+    for worker in two:
+        worker.call(shut_down)
+    together(two, close)
+    for worker in two:
+        worker.call(traced.trace_off)
+    writer.call(shut_down)
+    spans = named(receiver.spans, "all_reduce")
+    for rank, worker in enumerate(two):
+        (process,) = [
+            span for span in named(receiver.spans, "process steps") if span.attributes["process.pid"] == worker.pid
+        ]
+        small, large = sorted(
+            (span for span in spans if span.parent_id == process.span_id), key=lambda span: span.start_ns
+        )
+        assert [span.attributes["messaging.arena.path"] for span in (small, large)] == ["cpu_one_shot", "cpu_two_shot"]
+        assert [span.attributes["messaging.arena.bytes"] for span in (small, large)] == [256, 1_200_000]
+        assert small.attributes["messaging.arena.rank"] == rank
+        assert small.attributes["process.pid"] == small.resource["process.pid"] == worker.pid
+        assert process.start_ns <= small.start_ns < small.end_ns <= large.start_ns
+    assert len(spans) == len({span.span_id for span in spans}) == 4, "none of what was reduced before any message"
+    drawn = [one for one in drawing if one["ph"] == "X" and one["name"] == "all_reduce"]
+    assert sorted(one["args"]["bytes"] for one in drawn) == [256, 256, 1_200_000, 1_200_000]
+    assert len({one["tid"] for one in drawn}) == 2
+
+
+def test_of_what_one_message_may_have_many_so_much_is_kept_and_the_rest_is_counted(tmp_path):
+    page = probe.Probe(tmp_path / "rank-0", probe.Role.COMMUNICATOR, rank=0, n_reader=0, slots=0, about={})
+    for number in range(300):
+        page.detail(probe.Event.REDUCE, number, 1_000_000_000, 10, 0, (1, 2, 3))
+    page.detail(probe.Event.REDUCE, 300, 3_000_000_000, 10, 0, (1, 2, 3))
+    with probe.ProbeReader(page.path) as seen:
+        kept = [event.sequence for event in seen.events()]
+    assert kept == [*range(129), 300]
+    assert page.values[page.word("events_dropped_total")] == 300 - 129
+
+
+def test_what_is_not_sampled_leaves_nothing(fleet, run_dir):
+    writer, reader = fleet.start(), fleet.start()
+    handle = writer.call(create, 1, name="steps")
+    reader.call(attach, handle, 0)
+    for _ in range(2):
+        writer.call(traced.send_tensor, 1 << 20)
+    reader.call(traced.copy_late, 0.01)
+    with Watcher(run_dir) as watcher, probe.ProbeReader(watcher.look().queues[0].readers[0].page.path) as page:
+        kinds = {event.kind for event in page.events()}
+    assert kinds and not kinds & {probe.Event.TO_DEVICE, probe.Event.GATE}
+
+
+def attach_rank(here: Here, rank: int, handle: Any) -> None:
+    attach(here, handle, rank)
 
 
 def test_the_user_s_span_is_the_parent_and_goes_on_in_the_worker(fleet, receiver):
@@ -396,6 +490,30 @@ def test_inside_and_outside_make_the_same_spans(fleet, receiver, run_dir):
     assert len(ids) == 2 * len(set(ids)) == 10
 
 
+def test_a_page_that_takes_another_s_place_is_followed_too(receiver, run_dir):
+    directory = run_dir / "allreduce-tp@ab"
+    directory.mkdir(mode=0o700)
+
+    def page(name: str) -> probe.Probe:
+        about = {"group": "tp", "instance": "ab"}
+        return probe.Probe(directory / name, probe.Role.COMMUNICATOR, rank=0, n_reader=0, slots=0, about=about)
+
+    first = page("rank-0")
+    provider = traces.otlp_provider(receiver.url)
+    try:
+        with traces.HostTraces(provider, run_dir) as outside:
+            first.detail(probe.Event.REDUCE, 1, time.monotonic_ns(), 10, 8 << 16, (1, 2, 3))
+            eventually(lambda: outside.counts().spans == 1)
+            second = page(".rank-0")
+            os.replace(second.path, first.path)
+            second.detail(probe.Event.REDUCE, 2, time.monotonic_ns(), 10, 9 << 16, (1, 2, 3))
+            eventually(lambda: outside.counts().spans == 2)
+        assert provider.force_flush()
+    finally:
+        provider.shutdown()
+    assert [span.attributes["messaging.arena.bytes"] for span in named(receiver.spans, "all_reduce")] == [8, 9]
+
+
 def test_the_command_sends_traces_and_says_what_became_of_them(fleet, receiver, run_dir):
     writer, reader = fleet.start(), fleet.start()
     writer.call(traced.sample_only, ratio=1.0)
@@ -433,6 +551,19 @@ def test_a_url_that_names_no_collector_is_refused_in_one_line(url, run_dir):
     assert ran.returncode == 1
     assert ran.stderr.count("\n") == 1
     assert ran.stderr.startswith("arena export: traces can't be sent there")
+
+
+@pytest.mark.parametrize("receiver_of", [Receiver, GrpcReceiver], ids=["http", "grpc"])
+def test_a_process_that_has_sent_spans_and_forks_goes_on_and_so_do_its_children(run_dir, receiver_of):
+    with receiver_of() as receiver, script("late_family", receiver.url) as engine:
+        printed, errors = engine.communicate(timeout=60)
+        assert engine.returncode == 0, errors
+        trace_id, engine_pid, *pids = printed.split()
+        spans = [span for span in receiver.spans if span.trace_id == trace_id]
+        assert named(receiver.spans, "before")
+    assert one(spans, "send steps").resource["process.pid"] == int(engine_pid)
+    assert sorted(span.resource["process.pid"] for span in named(spans, "process steps")) == sorted(map(int, pids))
+    assert errors == "", "gRPC says so if it can't work in a child"
 
 
 def test_grpc_works_too(run_dir):

@@ -15,10 +15,11 @@ can have been reused in between. File locks would not do: a forked child of the 
 from __future__ import annotations
 
 from arena.peers.attachment import Attachment
+from arena.peers.host import host_id, is_elsewhere
 from arena.peers.process import Process
 from arena.peers.roster import Roster, Seat
 from arena.peers.server import AttachServer
-from arena.peers.wire import MAGIC, MAX_SEGMENTS, PROTOCOL, Handle
+from arena.peers.wire import MAGIC, MAX_SEGMENTS, PROTOCOL, Handle, RemoteAddress, out_of_descriptors
 
 __all__ = [
     "MAGIC",
@@ -28,6 +29,10 @@ __all__ = [
     "Attachment",
     "Handle",
     "Process",
+    "RemoteAddress",
     "Roster",
     "Seat",
+    "host_id",
+    "is_elsewhere",
+    "out_of_descriptors",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 from arena.errors import AttachRefused, CorruptFrame, HandleMismatch, PeerDied, QueueClosed, QueueTimeout
 from arena.memory import Segment
-from arena.peers.process import Process, peer_identity
+from arena.peers.process import Process, credentials, peer_identity
 from arena.peers.wire import Handle, close_all, receive, send, socket_address
 from arena.probe import identity
 
@@ -20,10 +21,13 @@ _DYING_MS: Final = 200
 class Attachment:
     """A reader's connection to its writer: liveness, and segments as they arrive."""
 
-    def __init__(self, handle: Handle, rank: int, control: Segment, *, timeout_s: float | None) -> None:
+    def __init__(
+        self, handle: Handle, rank: int, control: Segment, *, timeout_s: float | None, where: str = ""
+    ) -> None:
         self._connection = self._connect(handle)
         self._segments: dict[int, tuple[int, int]] = {}
         try:
+            self._check_owner(handle)
             self.process = Process.of_peer(self._connection, peer_identity(self._connection))
             own = identity()
             hello = {
@@ -33,6 +37,7 @@ class Attachment:
                 "secret": handle.secret,
                 "rank": rank,
                 "who": [own.pid, own.start_ticks, own.pid_namespace],
+                "where": where,  # the reader's host and pid there, if this process only holds its seat
             }
             try:
                 send(self._connection, hello, [control.fd])
@@ -88,7 +93,7 @@ class Attachment:
             finally:
                 if directory_fd is not None:
                     os.close(directory_fd)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             connection.close()
             raise QueueClosed(
                 f"the queue {handle.name!r} of this handle is gone",
@@ -104,10 +109,28 @@ class Attachment:
                 found="a socket that nobody listens on",
                 remedy="start the writer anew and send the new handle",
             ) from None
-        except OSError:
+        except OSError as error:
             connection.close()
-            raise
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise AttachRefused(
+                f"can't reach the writer of queue {handle.name!r}",
+                expected=f"its socket in {handle.directory}",
+                found=error.strerror or str(error),
+                remedy="run under the writer's uid, with the same run directory in sight",
+            ) from error
         return connection
+
+    def _check_owner(self, handle: Handle) -> None:
+        """The secret is for nobody but the writer's user: whoever put a socket there in its stead must not get it."""
+        uid = credentials(self._connection)[1]
+        if uid != os.getuid():
+            raise AttachRefused(
+                f"somebody else answers for queue {handle.name!r}",
+                expected=f"a process of uid {os.getuid()} on the socket in {handle.directory}",
+                found=f"one of uid {uid}",
+                remedy="run under the writer's uid; if you do, look at who may write to that directory",
+            )
 
     def _take_answer(self, timeout_s: float | None) -> None:
         poll = select.poll()

@@ -20,13 +20,28 @@ class Seat:
     Until the reader attaches, its words are zeros of our own: it counts, and has consumed nothing.
     """
 
-    __slots__ = ("connection", "first", "futex", "pid", "process", "rank", "released", "returned", "state", "words")
+    __slots__ = (
+        "connection",
+        "first",
+        "futex",
+        "named",
+        "pid",
+        "process",
+        "rank",
+        "released",
+        "returned",
+        "state",
+        "tickets",
+        "where",
+        "words",
+    )
 
     def __init__(self, rank: int, state: Peer, geometry: Geometry) -> None:
         self.rank = rank
         self.state = state
         self.first = 0
         self.pid: int | None = None
+        self.where = ""  # the host that the reader is on, if it is another
         self.process: Process | None = None
         self.connection: socket.socket | None = None
         absent = memoryview(array("Q", bytes(layout.READER_WORDS * layout.WORD)))
@@ -34,6 +49,8 @@ class Seat:
         self.futex: Futex | None = None
         self.released: Words = memoryview(array("Q", bytes(geometry.slots * layout.WORD)))
         self.returned: Words = memoryview(array("Q", bytes(geometry.max_holds * layout.WORD)))
+        self.named: Words = memoryview(array("Q", bytes(geometry.max_holds * layout.NAMES * layout.WORD)))
+        self.tickets: Words = memoryview(array("Q", bytes(layout.TICKETS_BYTES)))
 
     @property
     def consumed(self) -> int:
@@ -45,7 +62,21 @@ class Seat:
         """`reader 2 (pid 4711)`, or that nobody came."""
         if self.pid is None:
             return f"reader {self.rank} (not attached yet)"
-        return f"reader {self.rank} (pid {self.pid})"
+        return f"reader {self.rank} ({f'{self.where}:' if self.where else 'pid '}{self.pid})"
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        if self.process is None:
+            return "before it attached"
+        if self.words[layout.READER_CLOSED] == layout.LOST:
+            return "it, its host or the network between gave no sign of life for too long"
+        if self.where:
+            return f"with the forwarder (pid {self.process.who.pid}), which ended by {self.process.ending()}"
+        return self.process.ending()
+
+    def signal(self) -> int | None:
+        """The signal that ended it; None where there was none, or nobody here can tell."""
+        return None if self.process is None or self.where else self.process.signal()
 
 
 class Roster:
@@ -66,8 +97,10 @@ class Roster:
         self.everyone_came = threading.Event()
 
     # ── the attach thread's part ─────────────────────────────────────────────────────────────────
-    def seat_reader(self, rank: int, control: Mapping, process: Process, connection: socket.socket) -> Seat:
-        """Give a rank to a reader that has shown the secret.
+    def seat_reader(
+        self, rank: int, control: Mapping, process: Process, connection: socket.socket, where: str = ""
+    ) -> Seat:
+        """Give a rank to a reader that has shown the secret; `where` is host:pid of one that `process` stands in for.
 
         Raises:
             AttachRefused: the rank does not exist, or somebody alive has it.
@@ -94,6 +127,9 @@ class Roster:
                 self._ranks[rank] = layout.NOT_ADMITTED
             seat.state = move(seat.state, "attach")
             self._fill(seat, control, process, connection)
+            host, _, pid = where.rpartition(":")
+            if host and pid.isdecimal():
+                seat.where, seat.pid = host, int(pid)
             self.news.append(("attach", seat))
             self._recount()
             if all(one.state is not Peer.EXPECTED for one in self.seats):
@@ -108,6 +144,8 @@ class Roster:
         seat.words = control.words(layout.LIVE_OFFSET, layout.READER_WORDS)
         seat.released = control.raw_words(layout.RELEASED_OFFSET, self.geometry.slots)
         seat.returned = control.words(self.geometry.returned_offset, self.geometry.max_holds)
+        seat.named = control.raw_words(self.geometry.named_offset, self.geometry.max_holds * layout.NAMES)
+        seat.tickets = control.words(self.geometry.tickets_offset, layout.TICKETS_BYTES // layout.WORD)
         seat.futex = control.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
 
     # ── the writer's part ────────────────────────────────────────────────────────────────────────
@@ -168,11 +206,11 @@ class Roster:
         found = False
         for seat in self.seats:
             if seat.state in (Peer.ATTACHED, Peer.JOINING) and seat.process is not None:
-                if seat.words[layout.READER_CLOSED]:
+                if seat.words[layout.READER_CLOSED] == layout.LEFT:
                     seat.state = move(seat.state, "leave")
                     self.departed.append(seat)
                     self.news.append(("leave", seat))
-                elif seat.process.is_alive() is False:
+                elif seat.words[layout.READER_CLOSED] or seat.process.is_alive() is False:
                     seat.state = move(seat.state, "die")
                     self.deaths.append(seat)
                     self.news.append(("death", seat))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import selectors
@@ -52,17 +53,24 @@ class AttachServer:
         self._roster = roster
         self._segments = segments
         self._on_attach = on_attach
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        address, directory_fd = socket_address(directory, name)
-        try:
-            self._listener.bind(address)
-            os.chmod(self._path, 0o600)
-            self._listener.listen(_BACKLOG)
-        finally:
-            if directory_fd is not None:
-                os.close(directory_fd)
-        self._listener.setblocking(False)
-        self._wake_out, self._wake_in = socket.socketpair()
+        # Whatever takes a descriptor is taken here, where its want is an error: in the thread nobody would hear of it.
+        with contextlib.ExitStack() as undo:
+            self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            address, directory_fd = socket_address(directory, name)
+            try:
+                self._listener.bind(address)
+                undo.callback(self._path.unlink, missing_ok=True)
+                os.chmod(self._path, 0o600)
+                self._listener.listen(_BACKLOG)
+            finally:
+                if directory_fd is not None:
+                    os.close(directory_fd)
+            self._listener.setblocking(False)
+            self._wake_out, self._wake_in = socket.socketpair()
+            undo.callback(self._wake_out.close)
+            undo.callback(self._wake_in.close)
+            self._selector = undo.enter_context(selectors.DefaultSelector())
+            undo.pop_all()
         self._greeting: dict[socket.socket, float] = {}
         self._thread = threading.Thread(target=self._serve, name=f"arena-attach:{handle.name}", daemon=True)
         _servers.add(self)
@@ -96,7 +104,7 @@ class AttachServer:
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake_out, selectors.EVENT_READ)
             while True:
@@ -163,7 +171,7 @@ class AttachServer:
         process = Process.of_peer(connection, who)
         with self.lock:  # from here on, either the answer or a push carries each segment
             try:
-                self._roster.seat_reader(message["rank"], control.mapping, process, connection)
+                self._roster.seat_reader(message["rank"], control.mapping, process, connection, message["where"])
             except ArenaError:
                 process.close()
                 raise
@@ -188,6 +196,7 @@ class AttachServer:
         who = message.get("who")
         shape = isinstance(who, list) and len(who) == 3 and all(isinstance(one, int) for one in who)
         rank = message.get("rank")
+        shape = shape and isinstance(message.setdefault("where", ""), str)
         if not shape or not isinstance(rank, int) or isinstance(rank, bool) or len(fds) != 1:
             raise HandleMismatch("the reader's hello is malformed", expected="rank, identity and one control segment")
 
@@ -217,6 +226,7 @@ class AttachServer:
 def _abandon_inherited_sockets() -> None:
     for server in list(_servers):
         server.abandon()
+        server._selector.close()
         for _, connection in [(s, s.connection) for s in server._roster.seats if s.connection is not None]:
             connection.close()
 

@@ -4,26 +4,47 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from arena.errors import HandleMismatch
-from arena.layout import Geometry
+from arena.errors import HandleMismatch, OutOfDescriptors
+from arena.layout import MAX_READERS, Geometry
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 MAGIC: Final = "arena-queue"
 MAX_SEGMENTS: Final = 128
 _MAX_HELLO_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
+class RemoteAddress:
+    """How readers on other hosts find a queue, and show that they may: in its handle, so as secret as that.
+
+    Attributes:
+        endpoint: ``tcp://host:port``.
+        server_key, client_key: public CURVE keys of the forwarder and of all its readers, in Z85.
+        client_secret: what goes with the latter.
+        timeout_s, window_bytes: as in `arena.config.RemoteConfig`.
+    """
+
+    endpoint: str
+    server_key: str
+    client_key: str
+    client_secret: str = field(repr=False)
+    timeout_s: float
+    window_bytes: int
+
+
+@dataclass(frozen=True)
 class Handle:
     """What a reader needs to find and trust a queue. Small and picklable; send it over any channel you trust.
 
-    Whoever holds it, runs under the same uid and can reach the run directory can attach, so it carries a secret.
+    Whoever holds it, runs under the same uid and can reach the run directory can attach, so it carries a secret. With
+    `remote`, whoever holds it and reaches that address can.
     """
 
     magic: str
@@ -41,6 +62,9 @@ class Handle:
     prefault: bool
     probes: bool
     pin: str = "auto"
+    serializer: str = "pickle"
+    host: str = ""  # the writer's, see `arena.peers.host`
+    remote: RemoteAddress | None = None
 
     def check(self) -> None:
         """Refuse a handle of another Arena.
@@ -55,6 +79,47 @@ class Handle:
                 found=f"{self.magic} protocol {self.version}",
                 remedy="run the same Arena version in every process of the engine",
             )
+        wrong = [name for name, kind in _KINDS.items() if type(getattr(self, name)) is not kind]
+        if not wrong:
+            shape = vars(self.geometry)
+            wrong = [f"geometry.{name}" for name, value in shape.items() if type(value) is not int or value <= 0]
+        if not wrong:
+            wrong = [name for name, (least, most) in self._bounds().items() if not least <= getattr(self, name) <= most]
+        if not wrong:
+            wrong = [name for name, kind in _KINDS.items() if kind is str and not _is_text(getattr(self, name))]
+        if wrong:
+            raise HandleMismatch(
+                f"this handle is damaged, or for another queue: {', '.join(wrong)}",
+                expected="fields as export_handle() made them",
+                found=", ".join(f"{getattr(self, name, None)!r}"[:40] for name in wrong),
+                remedy="send the reader the handle as export_handle() gave it",
+            )
+
+    def _bounds(self) -> dict[str, tuple[int, int]]:
+        return {
+            "n_reader": (1, MAX_READERS),
+            "n_local_reader": (0, self.n_reader),
+            "max_message_bytes": (1, _LARGEST),
+            "max_arena_bytes": (0, _LARGEST),
+        }
+
+
+def _is_text(value: str) -> bool:
+    """Whether it may stand in a path, and be sent."""
+    try:
+        return "\0" not in value and len(value.encode()) <= _MAX_TEXT_BYTES
+    except UnicodeEncodeError:
+        return False
+
+
+_LARGEST: Final = 1 << 62
+_MAX_TEXT_BYTES: Final = 4096
+_KINDS: Final[dict[str, type]] = {
+    **dict.fromkeys(("name", "instance", "directory", "secret", "views", "pin", "serializer", "host"), str),
+    **dict.fromkeys(("n_reader", "n_local_reader", "max_message_bytes", "max_arena_bytes"), int),
+    **dict.fromkeys(("prefault", "probes"), bool),
+    "geometry": Geometry,
+}
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: list[int], *, flags: int = 0) -> None:
@@ -76,9 +141,12 @@ def receive(connection: socket.socket, *, peek: bool = False) -> tuple[dict[str,
     if not data:
         close_all(fds)
         return None, []
+    if flags & socket.MSG_CTRUNC:  # the kernel could not install the descriptors that came with it
+        close_all(fds)
+        raise out_of_descriptors("segments of shared memory came that can't be opened")
     try:
         message = json.loads(data)
-        if not isinstance(message, dict) or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if not isinstance(message, dict) or flags & socket.MSG_TRUNC:
             raise ValueError("not an object, or cut short")
     except ValueError as error:
         close_all(fds)
@@ -86,6 +154,17 @@ def receive(connection: socket.socket, *, peek: bool = False) -> tuple[dict[str,
             "the other end of the attach socket does not speak Arena's hand-shake", found=str(error)
         ) from error
     return message, fds
+
+
+def out_of_descriptors(what: str) -> OutOfDescriptors:
+    """The error for whoever has no descriptor left."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OutOfDescriptors(
+        what,
+        expected="a free file descriptor for each segment, and three or four for a queue",
+        found=f"a limit of {limit}, or the host's, reached",
+        remedy="raise `ulimit -n`, or close what this process does not need",
+    )
 
 
 def _unpacked(rights: bytes) -> list[int]:

@@ -20,30 +20,40 @@ from arena.probe.directory import (
     run_directory,
 )
 from arena.probe.metrics import (
+    ALLREDUCE_PATHS,
     BUCKETS,
+    COPY_MODES,
     ERROR_KINDS,
     FALLBACK_REASONS,
     HISTOGRAM_WORDS,
     METRICS,
+    OPERATIONS,
     PATHS,
     READER_LABEL,
+    REFUSALS,
     Kind,
     Metric,
     Role,
 )
-from arena.probe.page import Event, Identity, Probe, identity
+from arena.probe.page import MODE_BITS, PATH_BITS, Event, Identity, Probe, identity
 from arena.probe.reader import BadPage, BlockRecord, EventRecord, PageSeries, ProbeReader, Sample, Wait, published_at
 from arena.state import Endpoint as EndpointState
 
 __all__ = [
+    "ALLREDUCE_PATHS",
     "BUCKETS",
+    "COPY_MODES",
     "ENDED",
     "ERROR_KINDS",
     "FALLBACK_REASONS",
     "HISTOGRAM_WORDS",
     "METRICS",
+    "MODE_BITS",
+    "OPERATIONS",
     "PATHS",
+    "PATH_BITS",
     "READER_LABEL",
+    "REFUSALS",
     "ArenaError",
     "BadPage",
     "BlockRecord",

@@ -71,7 +71,7 @@ def observed_directory(configured: str | None = None) -> Path:
 def _run_path(configured: str | None) -> Path:
     explicit = configured or os.environ.get("ARENA_RUN_DIR")
     if explicit:
-        return Path(explicit)
+        return Path(os.path.abspath(explicit))  # the handle takes it to processes with other working directories
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and os.access(runtime, os.W_OK):
         return Path(runtime) / "arena"
@@ -303,7 +303,21 @@ def _own_directory(path: Path) -> Path:
             remedy="set ARENA_RUN_DIR to a directory of yours",
         ) from error
     _check(path, status, owner=os.getuid())
+    _check_parent(path)
     return path
+
+
+def _check_parent(path: Path) -> None:
+    """Where anybody may rename what is there, the directory that was checked is not the one that is used next."""
+    parent = path.absolute().parent
+    mode = parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise RunDirectoryError(
+            f"refusing {path} as run directory",
+            expected="a parent in which nobody but the owner of an entry can replace it",
+            found=f"{parent} that anybody may write to, without the sticky bit",
+            remedy=f"chmod +t {parent}, or set ARENA_RUN_DIR to a directory elsewhere",
+        )
 
 
 def _check(path: Path, status: os.stat_result, *, owner: int | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 Trace = tuple[int, int, int]
 """Three opaque words of trace context, carried in a frame's header."""
@@ -43,9 +44,9 @@ class TraceSource(Protocol):
 trace_source: TraceSource | None = None
 """What a writer asks, when set."""
 
-trace_sink: Callable[[Trace | None, int], None] | None = None
-"""Called by a reader, when set, with the context that came with a message and the reader's rank; with None instead once
-its caller is back for more. Not called for messages without context."""
+inside: Final[ContextVar[tuple[Trace, int] | None]] = ContextVar("arena_inside", default=None)
+"""The context that came with the message that the last `dequeue` here returned, and the rank of the reader that it came
+to; None without. Set by readers, until their caller is back for more; read by whatever works on a message."""
 
 page_made: Callable[[Path], None] | None = None
 """Called, when set, with each probe page that this process makes."""

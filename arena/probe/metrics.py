@@ -50,6 +50,10 @@ FALLBACK_REASONS: Final = (
 )
 ERROR_KINDS: Final = ("timeout", "peer_died", "handle_mismatch", "corrupt_frame", "encode", "decode")
 PIN_FAILURES: Final = ("memlock_limit", "already_registered", "unsupported", "no_device", "driver")
+GATE_WAYS: Final = ("ticket", "helper")
+REFUSALS: Final = ("handshake", "key", "secret", "seat", "malformed")
+"""Why somebody who came over the network was sent away, or a message of his ignored."""
+
 COPY_MODES: Final = ("pinned_async", "pageable_sync", "streamed")
 RECLAIM_CAUSES: Final = ("reader_died",)
 ALLREDUCE_PATHS: Final = (
@@ -63,6 +67,11 @@ ALLREDUCE_PATHS: Final = (
     "cpu_two_shot",
     "gloo",
 )
+COLLECTIVES: Final = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce_rms_norm")
+"""What a communicator does besides all-reduce; the paths are the same."""
+
+OPERATIONS: Final = ("all_reduce", *COLLECTIVES)
+
 DECLINE_REASONS: Final = (
     "dtype",
     "alignment",
@@ -75,6 +84,7 @@ DECLINE_REASONS: Final = (
     "setup_failed",
     "disabled",
     "capture",
+    "not_fused",
 )
 
 SECONDS: Final = "seconds"
@@ -136,6 +146,10 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(_W, _COUNTER, "holds_reclaimed_total", "holds", cause=RECLAIM_CAUSES),
     _metric(_W, _COUNTER, "collapse_failures_total", "failures"),
     _metric(_W, _COUNTER, "fallback_total", "messages", reason=FALLBACK_REASONS),
+    # readers on other hosts; what concerns one of them is on the page that the forwarder keeps for it
+    _metric(_W, _COUNTER, "remote_refused_total", "refusals", reason=REFUSALS),
+    _metric(_R, _COUNTER, "remote_sent_bytes_total", BYTES),
+    _metric(_R, _COUNTER, "remote_resent_total", "frames"),
     # messages chosen to be traced; dropped are those that the flight recorder had no room for
     _metric(_W, _COUNTER, "traces_sampled_total", "messages"),
     _metric(_W, _COUNTER, "traces_dropped_total", "messages"),
@@ -156,9 +170,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(_R, _COUNTER, "pin_failures_total", "failures", reason=PIN_FAILURES),
     _metric(_R, _COUNTER, "pin_seconds_total", SECONDS),
     _metric(_R, _HISTOGRAM, "dma_gate_wait_seconds", SECONDS),
+    _metric(_R, _COUNTER, "gate_releases_total", "holds", way=GATE_WAYS),
     _metric(_R, _GAUGE, "blocks_in_gate", "blocks"),
     _metric(_R, _GAUGE, "gate_oldest_since_nanoseconds", "nanoseconds"),
     _metric(_R, _COUNTER, "device_copies_total", "copies", mode=COPY_MODES),
+    _metric(_R, _COUNTER, "h2d_seconds_total", SECONDS),
+    _metric(_R, _COUNTER, "h2d_bytes_total", BYTES),
     # both ends: how they wait, and what went wrong
     *(
         metric
@@ -176,6 +193,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(_C, _COUNTER, "allreduce_bytes_total", BYTES, path=ALLREDUCE_PATHS),
     _metric(_C, _COUNTER, "allreduce_fallback_total", "operations", reason=DECLINE_REASONS),
     _metric(_C, _HISTOGRAM, "allreduce_seconds", SECONDS, path=ALLREDUCE_PATHS),
+    # the other collectives
+    _metric(_C, _COUNTER, "collective_total", "operations", operation=COLLECTIVES, path=ALLREDUCE_PATHS),
+    _metric(_C, _COUNTER, "collective_bytes_total", BYTES, operation=COLLECTIVES, path=ALLREDUCE_PATHS),
+    _metric(_C, _COUNTER, "collective_fallback_total", "operations", operation=COLLECTIVES, reason=DECLINE_REASONS),
+    _metric(_C, _HISTOGRAM, "collective_seconds", SECONDS, operation=COLLECTIVES),
     _metric(_C, _COUNTER, "events_dropped_total", "events"),
 )
 

@@ -10,7 +10,7 @@ Layout, in 64-bit words::
     32     live words (L_*)          one store each, at once
     64     values                    counters, gauges, histograms; copied from a private list at most every
                                      100 ms, before each sleep, and with every charged wait
-    ...    publish marks (writer) · block table (writer) · event ring · metadata (JSON)
+    ...    publish marks (writer) · block table (writer) · segment sizes (writer) · event ring · metadata (JSON)
 
 The hot path adds to the private list, which costs a third of adding to shared memory; so after a SIGKILL
 mid-burst up to 100 ms of histogram counts are missing. Of the live words the sequence is never late; its time is
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 import time
 from array import array
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ H_EVENTS_COUNT: Final = 17
 H_METADATA: Final = 18
 H_METADATA_BYTES: Final = 19
 H_TIME_NAMESPACE: Final = 20
+H_SEGMENTS: Final = 21
+H_SEGMENTS_COUNT: Final = 22  # 0 in pages from before there was the table
 
 LIVE: Final = 32
 L_STATE: Final = LIVE + 0
@@ -82,6 +85,7 @@ MARK_WORDS: Final = 2  # sequence + 1 (0: no mark), time of publishing
 
 BLOCK_WORDS: Final = 4  # segment + 1 (0: free entry), offset, bytes, holders (bit mask of ranks, 63: the writer)
 BLOCK_ENTRIES: Final = 256
+SEGMENT_ENTRIES: Final = 128  # as many as there may be; bytes of segment 1, 2, ...; 0 for one that there is not
 
 EVENT_WORDS: Final = 8  # kind, sequence, time, a, b, three words of trace context
 EVENT_ENTRIES: Final = 256  # 16 KiB: stays in cache
@@ -94,6 +98,16 @@ EVENT_GAP_NS: Final = 5_000_000
 TRACE_CREDIT_NS: Final = 64 * EVENT_GAP_NS
 """Events of sampled messages may come so far ahead of one in 5 ms. More of them would overwrite each other before they
 are read, at the writer and at its readers different ones; so the writer samples no more."""
+
+DETAILS: Final = {Role.READER: (32, 10_000_000), Role.COMMUNICATOR: (128, 5_000_000)}
+"""Of what may come many times in one sampled message: so many at once, and one in so many ns in the long run. With them
+no event is overwritten before it is read, twice a second."""
+
+MODE_BITS: Final = 8
+"""Bits that say which modes the copies of a `TO_DEVICE` had."""
+
+PATH_BITS: Final = 5
+"""Bits that say which of ALLREDUCE_PATHS served a `REDUCE`; three more say which of OPERATIONS it was."""
 
 NO_TRACE: Final = (0, 0, 0)
 
@@ -126,6 +140,9 @@ class Event:
     # Of sampled messages only. Their other events are always recorded, and carry the trace's words.
     ORIGIN: Final = 15  # at the time when its enqueue began; a: the sender's own span, 0 without, b: index of its path
     DONE: Final = 16  # the reader is back for more; a: ns since the release, b: ns of decoding, which ended with it
+    TO_DEVICE: Final = 17  # a call of to_device returned; a: ns, b: bytes << MODE_BITS | a bit for each of COPY_MODES
+    GATE: Final = 18  # a hold went back by way of its gate; a: ns since its view died
+    REDUCE: Final = 19  # communicator; a: ns, b: bytes << 16 | the reader's rank << 8 | operation << PATH_BITS | path
 
     NAMES: Final = {
         PUBLISH: "publish",
@@ -144,6 +161,9 @@ class Event:
         STALL: "stall",
         ORIGIN: "origin",
         DONE: "done",
+        TO_DEVICE: "to_device",
+        GATE: "gate",
+        REDUCE: "reduce",
     }
 
 
@@ -168,7 +188,7 @@ def identity(pid: int | None = None) -> Identity:
     pid = os.getpid() if pid is None else pid
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         raise ProcessLookupError(pid) from None
     # The command name may hold spaces and parentheses; fields count from the last one.
     start_ticks = int(stat[stat.rindex(b")") + 2 :].split()[19])
@@ -191,6 +211,8 @@ class Probe:
     """The owner's side of a page. Every method is one thought, after the fact, and can't fail."""
 
     __slots__ = (
+        "_details",
+        "_details_until_ns",
         "_due_ns",
         "_event_base",
         "_events",
@@ -200,6 +222,7 @@ class Probe:
         "_marks",
         "_marks_count",
         "_ordered",
+        "_recording",
         "_values_out",
         "events_dropped",
         "message_events",
@@ -217,7 +240,8 @@ class Probe:
         writer = role is Role.WRITER
         marks = VALUES + count
         blocks = marks + slots * MARK_WORDS
-        events = round_up(blocks + (BLOCK_ENTRIES * BLOCK_WORDS if writer else 0), EVENT_WORDS)
+        segments = blocks + (BLOCK_ENTRIES * BLOCK_WORDS if writer else 0)
+        events = round_up(segments + (SEGMENT_ENTRIES if writer else 0), EVENT_WORDS)
         metadata_word = events + EVENT_ENTRIES * EVENT_WORDS
         nbytes = round_up(metadata_word * WORD + len(metadata), PAGE)
 
@@ -234,6 +258,9 @@ class Probe:
         self._marked = 0
         self._event_base = events * WORD
         self._events = 0
+        self._recording = threading.RLock()  # not a plain one: a signal handler may interrupt its own thread
+        self._details = DETAILS.get(role, (0, 0))
+        self._details_until_ns = 0
         self._due_ns = [0] * (1 + max(Event.NAMES))
         self.message_events = 0
         self.next_event_ns = 0
@@ -264,6 +291,8 @@ class Probe:
             H_METADATA: start,
             H_METADATA_BYTES: len(metadata),
             H_TIME_NAMESPACE: namespace("time"),
+            H_SEGMENTS: segments if writer else 0,
+            H_SEGMENTS_COUNT: SEGMENT_ENTRIES if writer else 0,
         }
         for word, value in header.items():
             self.words[word] = value
@@ -315,11 +344,22 @@ class Probe:
         self.message_events += 1
         self._record(kind, sequence, now_ns, a, b, trace)
 
+    def detail(self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: hooks.Trace) -> None:
+        """Record what a sampled message may have many of, from any thread; what is too much is counted."""
+        at_once, gap_ns = self._details
+        self._details_until_ns = max(self._details_until_ns, now_ns)
+        if self._details_until_ns > now_ns + at_once * gap_ns:
+            self.count(self.events_dropped)
+            return
+        self._details_until_ns += gap_ns
+        self._record(kind, sequence, now_ns, a, b, trace)
+
     def _record(self, kind: int, sequence: int, now_ns: int, a: int, b: int, trace: hooks.Trace) -> None:
-        start = self._event_base + (self._events % EVENT_ENTRIES) * 64
-        self.view[start : start + 64] = _EVENT.pack(kind, sequence, now_ns, a & MASK, b & MASK, *trace)
-        self._events += 1
-        self._ordered[L_EVENTS] = self._events
+        with self._recording:  # details may come from other threads than the owner's
+            start = self._event_base + (self._events % EVENT_ENTRIES) * 64
+            self.view[start : start + 64] = _EVENT.pack(kind, sequence, now_ns, a & MASK, b & MASK, *trace)
+            self._events += 1
+            self._ordered[L_EVENTS] = self._events
 
     def mark(self, sequence: int, now_ns: int) -> None:
         """Remember when a frame was published: how late a reader is, in seconds, is read off the marks."""
@@ -386,6 +426,11 @@ class Probe:
         words[base + 2] = nbytes
         words[base + 3] = holders
         ordered[L_BLOCK_SEAL] = changing + 1
+
+    def segment(self, number: int, nbytes: int) -> None:
+        """Say how large a segment of the arena is; they count from 1."""
+        if number <= SEGMENT_ENTRIES:
+            self.words[self.words[H_SEGMENTS] + number - 1] = nbytes
 
     def closed(self, state: int, now_ns: int) -> None:
         """The last words of an endpoint that ends in order."""

@@ -315,6 +315,12 @@ class ProbeReader:
                 break
         return self._blocks
 
+    def segments(self) -> tuple[tuple[int, int], ...]:
+        """The arena's segments, numbered as in `BlockRecord`, with their bytes; none in a page that does not tell."""
+        base, entries = self._header[page.H_SEGMENTS], self._header[page.H_SEGMENTS_COUNT]
+        sizes = self._words[base : base + entries].tolist()
+        return tuple([(number, nbytes) for number, nbytes in enumerate(sizes) if nbytes])
+
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
     def _check_header(self) -> None:
         header = self._header
@@ -338,6 +344,7 @@ class ProbeReader:
             (page.H_VALUES, header[page.H_VALUES_COUNT]),
             (page.H_MARKS, header[page.H_MARKS_COUNT] * page.MARK_WORDS),
             (page.H_BLOCKS, header[page.H_BLOCKS_COUNT] * page.BLOCK_WORDS),
+            (page.H_SEGMENTS, header[page.H_SEGMENTS_COUNT]),
             (page.H_EVENTS, header[page.H_EVENTS_COUNT] * page.EVENT_WORDS),
         )
         inside = all(header[start] + length <= len(self._words) for start, length in parts)

@@ -105,7 +105,7 @@ def _show(source: "Source", asked: _Asked, *, as_json: bool, ascii_only: bool) -
     recent = Recent()
     choices = Choices(ascii=ascii_only or not speaks_unicode(), note=f"every {asked.every_s:g} s")
     moment = source.look()
-    if moment.troubles and not moment.queues and not as_json:
+    if moment.troubles and not moment.queues and not moment.groups and not as_json:
         raise Refused(moment.troubles[0], 1)
     check_name(moment, asked.queue)
     moment = moment.only(asked.queue)
@@ -160,7 +160,7 @@ def _print(moment: "Moment", recent: "Recent", choices: "Choices") -> None:
     from telemetry.commands.sources import Refused, is_terminal, print_lines
     from telemetry.monitor.screen import snapshot
 
-    if not moment.queues:
+    if not moment.queues and not moment.groups:
         raise Refused(f"no queue in {moment.source}", 1)
     paper = PAPER_COLUMNS if not is_terminal() and "COLUMNS" not in os.environ else shutil.get_terminal_size().columns
     print_lines(snapshot(moment, recent, choices, paper))

@@ -35,7 +35,10 @@ def trace(
         found = _find(look, queue)
         if found is None:
             _fail(_unknown(look, queue))
-        drawn = timeline(found)
+        for trouble in look.troubles:
+            if trouble.path.is_relative_to(found.directory):
+                typer.echo(f"arena trace: left out: {trouble.message}", err=True)
+        drawn = timeline(found, look.communicators)
         text = svg(drawn) if output.suffix == ".svg" else json.dumps(drawn) + "\n"
     try:
         _write(output, text)

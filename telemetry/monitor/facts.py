@@ -82,6 +82,7 @@ class ReaderFacts:
         hold: from taking a frame to releasing its slot.
         blocked_s, excess_s, starved_s: as in the metrics, with the wait in progress; None where it was not asked for.
         pinned: segments registered with its device.
+        where: host:pid of one on another host, whose pid means nothing here and is None; "" of all others.
     """
 
     rank: int
@@ -103,6 +104,7 @@ class ReaderFacts:
     pin_failures: int
     gate_blocks: int
     gate_s: float
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class QueueFacts:
         waited_s: what the writer has waited for slots in all, with the wait in progress; `full_s`: for every reader.
         fallbacks: messages that left the fast path, by reason, and `errors` by kind; only those that are not 0.
         blocks: the arena's live blocks; None where the source does not tell.
+        segments: the arena's segments by number, with their bytes; empty where the source does not tell.
     """
 
     label: str
@@ -150,6 +153,7 @@ class QueueFacts:
     errors: dict[str, int]
     arena: ArenaFacts
     blocks: tuple[BlockRecord, ...] | None
+    segments: tuple[tuple[int, int], ...] = ()
 
     @property
     def used(self) -> int:
@@ -176,6 +180,59 @@ class QueueFacts:
         return next((one for one in self.readers if one.rank == rank), None)
 
 
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """One rank of a communicator.
+
+    Attributes:
+        operations, nbytes: served so far, by path; only those paths that served any.
+        declines: operations that a faster path declined, by reason; only those reasons that there were.
+    """
+
+    rank: int
+    pid: int | None
+    alive: bool | None
+    process: str
+    operations: dict[str, int]
+    nbytes: dict[str, int]
+    declines: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Operations by whichever path."""
+        return sum(self.operations.values())
+
+    @property
+    def state(self) -> str:
+        """A word for what is known of its process; "" where that is nothing."""
+        if self.alive is None:
+            return ""
+        return "STOPPED" if is_stopped(self.process) else "alive" if self.alive else "ENDED"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One communicator of an all-reduce.
+
+    Attributes:
+        world: for how many ranks it was made; a rank that has left is not among `ranks`.
+        paths: those that could be set up.
+        plan: where the plan comes from.
+    """
+
+    label: str
+    instance: str
+    world: int
+    device: str
+    plan: str
+    paths: tuple[str, ...]
+    ranks: tuple[RankFacts, ...]
+
+    def rank(self, number: int) -> RankFacts | None:
+        """The rank of that number, if it is there."""
+        return next((one for one in self.ranks if one.rank == number), None)
+
+
 @dataclass(frozen=True)
 class Moment:
     """Everything there was to see at one time.
@@ -185,6 +242,7 @@ class Moment:
         source: a run directory, or a URL.
         troubles: a sentence for each thing that could not be read.
         stale_s: for how long the source has not answered; the rest is what it said last.
+        groups: communicators; none where one queue alone was asked for.
     """
 
     time_s: float
@@ -193,6 +251,7 @@ class Moment:
     queues: tuple[QueueFacts, ...]
     troubles: tuple[str, ...] = field(default=())
     stale_s: float = 0.0
+    groups: tuple[GroupFacts, ...] = ()
 
     def queue(self, label: str) -> QueueFacts | None:
         """The queue of that name, if it is there."""

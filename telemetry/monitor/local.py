@@ -14,15 +14,17 @@ from telemetry.health import History, Verdict
 from telemetry.monitor.facts import (
     NO_HISTOGRAM,
     ArenaFacts,
+    GroupFacts,
     Histogram,
     Moment,
     QueueFacts,
+    RankFacts,
     ReaderFacts,
     WaitFacts,
     WriterFacts,
     plain,
 )
-from telemetry.reader import Endpoint, Page, Queue, Watcher
+from telemetry.reader import Communicator, Endpoint, Page, Queue, Watcher
 
 _BOUNDS_S: Final = (*((1 << bit) / 1e9 for bit in range(BUCKETS - 1)), inf)
 _FEW: Final = 4  # so many queues are looked at every time
@@ -47,13 +49,15 @@ class Pages:
         self._turn += 1
         look = self._watcher.look(readers_of, () if readers_of is None else self._at_rest(readers_of))
         verdicts = self._history.judge(look)
-        pages = {id(end.page): end.page for queue in look.queues for end in queue.endpoints}
+        ends = [one.endpoints for one in look.queues] + [one.ranks for one in look.communicators]
+        pages = {id(end.page): end.page for some in ends for end in some}
         self._words = {key: words for key, words in self._words.items() if key in pages}
         self._pages = pages  # keeps them alive, so that no other one gets the same id
         self._seen = {queue.label: self._facts(queue, verdicts) for queue in look.queues}
         queues = tuple(facts for _, facts in self._seen.values())
         troubles = tuple(trouble.message for trouble in look.troubles)
-        return Moment(look.time_ns / 1e9, time.time(), self.name, queues, troubles)
+        groups = tuple([self._group(one) for one in look.communicators])
+        return Moment(look.time_ns / 1e9, time.time(), self.name, queues, troubles, groups=groups)
 
     def close(self) -> None:
         """Unmap every page."""
@@ -102,6 +106,7 @@ class Pages:
             errors=words.counts("errors_total", values),
             arena=_arena(words, values),
             blocks=queue.blocks,
+            segments=queue.segments,
         )
 
     def _reader(
@@ -116,7 +121,7 @@ class Pages:
         (words, values), rank, lag = self._of(end), str(end.rank), queue.lag(end)
         return ReaderFacts(
             rank=end.rank,
-            pid=end.page.owner.pid,
+            pid=None if end.page.where else end.page.owner.pid,
             alive=end.alive,
             process=end.process,
             verdict=verdicts[queue.label, end.rank],
@@ -134,6 +139,25 @@ class Pages:
             pin_failures=words.total("pin_failures_total", values),
             gate_blocks=words.total("blocks_in_gate", values),
             gate_s=end.gate_age_s if words.total("blocks_in_gate", values) else 0.0,
+            where=plain(end.page.where),
+        )
+
+    def _group(self, group: Communicator) -> GroupFacts:
+        device = plain(str(group.about.get("device", "")))
+        ranks = tuple([self._rank(one) for one in group.ranks])
+        label, instance, paths = plain(group.label), plain(group.instance), tuple(map(plain, group.paths))
+        return GroupFacts(label, instance, group.world, device, plain(group.plan), paths, ranks)
+
+    def _rank(self, end: Endpoint) -> RankFacts:
+        words, values = self._of(end)
+        return RankFacts(
+            rank=end.rank,
+            pid=end.page.owner.pid,
+            alive=end.alive,
+            process=end.process,
+            operations=words.counts("allreduce_total", values),
+            nbytes=words.counts("allreduce_bytes_total", values),
+            declines=words.counts("allreduce_fallback_total", values),
         )
 
     def _of(self, end: Endpoint) -> tuple[_Words, Sequence[int]]:

@@ -45,15 +45,25 @@ def ring(queue: QueueFacts, width: int, *, ascii: bool = False) -> list[Line]:
     return [_in_runs(cells, "cyan"), (Span("".join(marks).rstrip(), "bold"),)]
 
 
-def arena(blocks: Sequence[BlockRecord], segments: int, size: int, width: int) -> list[Line]:
-    """One line a segment: which rank alone holds a range, `+` several, `w` the writer, `·` free or not in the table."""
+def arena(blocks: Sequence[BlockRecord], segments: Sequence[tuple[int, int]], width: int) -> list[Line]:
+    """One line a segment: which rank alone holds a range, `+` several, `w` the writer, `·` free or not in the table.
+
+    The longest line is the largest segment, so that a cell is as many bytes in each.
+    """
+    largest = max([nbytes for _, nbytes in segments], default=1)
     lines = []
-    for segment in range(segments):
-        inside = [block for block in blocks if block.segment == segment]
-        # Segments are of one size but for those that were made for a larger tensor, and the table has no sizes.
-        nbytes = max([size // segments, *(block.offset + block.nbytes for block in inside)])
-        lines.append(_in_runs(_segment(inside, nbytes, width), "cyan"))
+    for number, nbytes in segments:
+        inside = [block for block in blocks if block.segment == number]
+        lines.append(_in_runs(_segment(inside, nbytes, max(1, nbytes * width // largest)), "cyan"))
     return lines
+
+
+def guessed(blocks: Sequence[BlockRecord], segments: int, size: int) -> list[tuple[int, int]]:
+    """Segments of which a writer of an earlier version says no sizes: all of one, unless a block lies beyond it."""
+    ends = {block.segment: 0 for block in blocks}
+    for block in blocks:
+        ends[block.segment] = max(ends[block.segment], block.offset + block.nbytes)
+    return [(number, max(1, size // segments, ends.get(number, 0))) for number in range(segments)]
 
 
 def _held(queue: QueueFacts, readers: Sequence[ReaderFacts]) -> list[int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from telemetry.monitor.facts import Moment, QueueFacts, ReaderFacts
+from telemetry.monitor.facts import GroupFacts, Moment, QueueFacts, RankFacts, ReaderFacts
 
 WINDOW_S: Final = 10.0
 """How far back shares, rates and quantiles look."""
@@ -46,6 +46,24 @@ class ReaderRates:
     hold_p99_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RankRates:
+    """A rank of a communicator over the window; rates are None before there are two looks.
+
+    Attributes:
+        path: what served most of its operations; "" before the first one.
+        declined, declines: why a faster path most often did not serve, and how often that was; "" for never.
+        lately: whether there was any operation in the window. If not, path and declines are those since the start.
+    """
+
+    operations_per_s: float | None
+    bytes_per_s: float | None
+    path: str
+    declined: str
+    declines: int
+    lately: bool
+
+
 _Key = tuple[str, str]
 T = TypeVar("T")
 
@@ -58,6 +76,7 @@ class Recent:
         self._rates: dict[_Key, deque[float]] = {}
         self._lags: dict[tuple[str, str, int], deque[int]] = {}
         self._worked_out: dict[_Key, dict[str, Any]] = {}
+        self._groups: dict[_Key, deque[tuple[float, GroupFacts]]] = {}
 
     def add(self, moment: Moment) -> None:
         """Take one more moment; queues that are not in it are forgotten."""
@@ -70,6 +89,10 @@ class Recent:
         self._worked_out = {key: known for key, known in self._worked_out.items() if key in there}
         for queue in moment.queues:
             self._add(moment.time_s, queue)
+        groups = {(group.label, group.instance): group for group in moment.groups}
+        self._groups = {key: kept for key, kept in self._groups.items() if key in groups}
+        for key, group in groups.items():
+            _keep(self._groups.setdefault(key, deque()), moment.time_s, group)
 
     def queue(self, queue: QueueFacts) -> QueueRates:
         """A queue of the newest moment."""
@@ -112,6 +135,25 @@ class Recent:
             hold_p99_s=p99_s,
         )
 
+    def rank(self, group: GroupFacts, rank: RankFacts) -> RankRates:
+        """A rank of a communicator of the newest moment."""
+        kept: Sequence[tuple[float, GroupFacts]] = self._groups.get((group.label, group.instance), ())
+        before = kept[0][1].rank(rank.rank) if len(kept) > 1 else None
+        operations, nbytes, declines = (
+            _since(getattr(rank, what), getattr(before, what, {})) for what in ("operations", "nbytes", "declines")
+        )
+        lately = before is not None and bool(operations)
+        declined = _most(declines if lately else rank.declines)
+        span_s = max(1e-6, kept[-1][0] - kept[0][0]) if kept else 0.0
+        return RankRates(
+            operations_per_s=None if before is None else sum(operations.values()) / span_s,
+            bytes_per_s=None if before is None else sum(nbytes.values()) / span_s,
+            path=_most(operations if lately else rank.operations),
+            declined=declined,
+            declines=(declines if lately else rank.declines).get(declined, 0),
+            lately=lately,
+        )
+
     def rates(self, queue: QueueFacts) -> Sequence[float]:
         """Messages a second, from look to look."""
         return self._rates.get((queue.label, queue.instance), ())
@@ -129,9 +171,7 @@ class Recent:
         if kept and time_s > kept[-1][0]:
             rate = max(0, queue.published - kept[-1][1].published) / (time_s - kept[-1][0])
             self._rates.setdefault(key, deque(maxlen=SPARKS)).append(rate)
-        kept.append((time_s, queue))
-        while len(kept) > 2 and time_s - kept[1][0] >= WINDOW_S:
-            kept.popleft()
+        _keep(kept, time_s, queue)
         for reader in queue.readers:
             self._lags.setdefault((*key, reader.rank), deque(maxlen=SPARKS)).append(reader.lag)
 
@@ -140,6 +180,21 @@ class Recent:
         if kept is None or len(kept) < 2:
             return 0.0, None
         return max(1e-6, kept[-1][0] - kept[0][0]), kept[0][1]
+
+
+def _keep(kept: deque[tuple[float, T]], time_s: float, facts: T) -> None:
+    kept.append((time_s, facts))
+    while len(kept) > 2 and time_s - kept[1][0] >= WINDOW_S:
+        kept.popleft()
+
+
+def _since(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What came since an earlier moment, of that which came at all."""
+    return {what: more for what, count in now.items() if (more := count - before.get(what, 0)) > 0}
+
+
+def _most(counts: Mapping[str, int]) -> str:
+    return max(counts, key=lambda what: counts[what], default="")
 
 
 def _starved(reader: ReaderFacts, before: ReaderFacts, span_s: float) -> float | None:

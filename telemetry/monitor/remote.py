@@ -22,9 +22,11 @@ from telemetry.health import Verdict
 from telemetry.monitor.facts import (
     NO_HISTOGRAM,
     ArenaFacts,
+    GroupFacts,
     Histogram,
     Moment,
     QueueFacts,
+    RankFacts,
     ReaderFacts,
     Unreachable,
     WaitFacts,
@@ -44,7 +46,8 @@ _NEEDED: Final = (
     "block_largest_free_bytes", "reader_info", "reader_up", "reader_heartbeat_age_seconds", "reader_lag_messages",
     "reader_lag_seconds", "reader_verdict", "reader_held_bytes", "reader_hold_seconds_bucket",
     "reader_starved_seconds_total", "messages_consumed_total", "segment_pinned", "pin_failures_total",
-    "blocks_in_gate", "dma_gate_oldest_age_seconds", "exporter_page_errors_total",
+    "blocks_in_gate", "dma_gate_oldest_age_seconds", "exporter_page_errors_total", "allreduce_total",
+    "allreduce_bytes_total", "allreduce_fallback_total", "allreduce_plan_info",
 )  # fmt: skip
 _WANTED: Final = frozenset(PREFIX + name for name in _NEEDED)
 
@@ -106,7 +109,7 @@ Labels = frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class _Scrape:
-    """The samples of one queue, by name."""
+    """The samples of one queue or communicator, by name."""
 
     samples: dict[str, list[tuple[Mapping[str, str], float]]]
 
@@ -121,30 +124,32 @@ class _Scrape:
     def total(self, name: str, **labels: str) -> float:
         return sum(value for _, value in self.all(name, **labels))
 
-    def by(self, label: str, name: str) -> dict[str, int]:
-        return {found.get(label, ""): round(value) for found, value in self.all(name) if value}
+    def by(self, label: str, name: str, **labels: str) -> dict[str, int]:
+        return {found.get(label, ""): round(value) for found, value in self.all(name, **labels) if value}
 
 
 def _moment(url: str, now_s: float, text: str) -> Moment:
     lines = (line for line in text.splitlines() if line.partition("{")[0].partition(" ")[0] in _WANTED)
-    by_queue: dict[str, dict[str, list[tuple[Mapping[str, str], float]]]] = {}
+    found: dict[str, dict[str, dict[str, list[tuple[Mapping[str, str], float]]]]] = {"queue": {}, "group": {}}
     unread = 0.0
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
-                if "queue" in sample.labels:
-                    named = by_queue.setdefault(sample.labels["queue"], {})
-                    named.setdefault(sample.name, []).append((sample.labels, sample.value))
-                else:
+                kind = next((kind for kind in found if kind in sample.labels), None)
+                if kind is None:
                     unread += sample.value
+                else:
+                    named = found[kind].setdefault(sample.labels[kind], {})
+                    named.setdefault(sample.name, []).append((sample.labels, sample.value))
     except ValueError as error:
         raise Unreachable(f"can't read {url}", expected="metrics in text form", found=str(error)) from error
     if PREFIX not in text:
-        found = f"{len(text)} characters without any of Arena's metrics"
-        raise Unreachable(f"can't read {url}", expected="what `arena export` serves, at /metrics", found=found)
-    queues = tuple(_queue(label, _Scrape(samples)) for label, samples in sorted(by_queue.items()))
+        what = f"{len(text)} characters without any of Arena's metrics"
+        raise Unreachable(f"can't read {url}", expected="what `arena export` serves, at /metrics", found=what)
+    queues = tuple(_queue(label, _Scrape(samples)) for label, samples in sorted(found["queue"].items()))
+    groups = tuple(_group(label, _Scrape(samples)) for label, samples in sorted(found["group"].items()))
     troubles = ("its exporter has pages that it can't read; its own output says which",) if unread else ()
-    return Moment(now_s, time.time(), url, queues, troubles)
+    return Moment(now_s, time.time(), url, queues, troubles, groups=groups)
 
 
 def _queue(label: str, scrape: _Scrape) -> QueueFacts:
@@ -205,7 +210,39 @@ def _reader(scrape: _Scrape, rank: int, pending: tuple[int, ...]) -> ReaderFacts
         pin_failures=round(scrape.total("pin_failures_total", reader=reader)),
         gate_blocks=round(scrape.total("blocks_in_gate", reader=reader)),
         gate_s=scrape.total("dma_gate_oldest_age_seconds", reader=reader),
+        where="" if pid.isdecimal() else plain(pid),
     )
+
+
+def _group(label: str, scrape: _Scrape) -> GroupFacts:
+    infos = {found.get("rank", ""): found for found, _ in scrape.all("allreduce_plan_info")}
+    info = next(iter(infos.values()), {})
+    world = info.get("world", "")
+    return GroupFacts(
+        label=plain(label),
+        instance=plain(info.get("group_instance", "")),
+        world=int(world) if world.isdecimal() else len(infos),
+        device=plain(info.get("device", "")),
+        plan=plain(info.get("plan", "")),
+        paths=tuple(plain(path) for path in info.get("paths", "").split(",") if path),
+        ranks=tuple(_rank(scrape, rank) for rank in sorted(infos, key=_number) if rank.isdecimal()),
+    )
+
+
+def _rank(scrape: _Scrape, rank: str) -> RankFacts:
+    return RankFacts(
+        rank=int(rank),
+        pid=None,
+        alive=None,
+        process="",
+        operations=scrape.by("path", "allreduce_total", rank=rank),
+        nbytes=scrape.by("path", "allreduce_bytes_total", rank=rank),
+        declines=scrape.by("reason", "allreduce_fallback_total", rank=rank),
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
 
 
 def _arena(scrape: _Scrape) -> ArenaFacts:

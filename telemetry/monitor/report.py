@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from telemetry.monitor import words
-from telemetry.monitor.facts import Moment, QueueFacts, ReaderFacts
+from telemetry.monitor.facts import GroupFacts, Moment, QueueFacts, RankFacts, ReaderFacts
 from telemetry.monitor.recent import Recent
 
 
@@ -21,6 +21,7 @@ def as_json(moment: Moment, recent: Recent) -> dict[str, Any]:
         "severity": says.severity.name.lower(),
         "worst_queue": worst.label if worst else None,
         "queues": [_queue(queue, recent) for queue in moment.queues],
+        "allreduce": [_group(group, recent) for group in moment.groups],
         "troubles": list(moment.troubles),
     }
 
@@ -80,6 +81,7 @@ def _reader(queue: QueueFacts, reader: ReaderFacts, recent: Recent) -> dict[str,
     return {
         "reader": reader.rank,
         "pid": reader.pid,
+        "where": reader.where,
         "alive": reader.alive,
         "process": reader.process or None,
         "verdict": reader.verdict.name,
@@ -98,4 +100,33 @@ def _reader(queue: QueueFacts, reader: ReaderFacts, recent: Recent) -> dict[str,
         "pin_failures": reader.pin_failures,
         "gate_blocks": reader.gate_blocks,
         "gate_s": reader.gate_s,
+    }
+
+
+def _group(group: GroupFacts, recent: Recent) -> dict[str, Any]:
+    return {
+        "group": group.label,
+        "instance": group.instance,
+        "world": group.world,
+        "device": group.device,
+        "plan": group.plan,
+        "paths": list(group.paths),
+        "ranks": [_rank(group, rank, recent) for rank in group.ranks],
+    }
+
+
+def _rank(group: GroupFacts, rank: RankFacts, recent: Recent) -> dict[str, Any]:
+    rates = recent.rank(group, rank)
+    return {
+        "rank": rank.rank,
+        "pid": rank.pid,
+        "alive": rank.alive,
+        "process": rank.process or None,
+        "path": rates.path or None,
+        "operations_per_s": rates.operations_per_s,
+        "bytes_per_s": rates.bytes_per_s,
+        "declined": rates.declined or None,
+        "operations_by_path": rank.operations,
+        "bytes_by_path": rank.nbytes,
+        "declines": rank.declines,
     }

@@ -17,7 +17,7 @@ from telemetry.monitor import maps, tables, words
 from telemetry.monitor.facts import Moment, QueueFacts
 from telemetry.monitor.lines import Line, Span, cut, in_ascii, wrapped
 from telemetry.monitor.recent import Recent
-from telemetry.monitor.tables import QueueRow, ReaderRow
+from telemetry.monitor.tables import QueueRow, RankRow, ReaderRow
 from telemetry.monitor.units import count, size
 from telemetry.monitor.words import Severity
 
@@ -30,6 +30,7 @@ _KEYS: Final = "q quit  h help  space pause  s sort  ↑↓ choose  enter alone"
 _MAP: Final = 120  # wider than this, a map is no clearer
 _SEGMENTS: Final = 4
 _VERDICT_LINES: Final = 3
+_FEWEST_RANK_LINES: Final = 4  # what they are, titles, a rank, and how many more there are
 
 HELP: Final = (
     "q, ctrl-C   quit",
@@ -51,6 +52,8 @@ HELP: Final = (
     "OFF PATH    messages of the last 10 s that left the fast path",
     "RING        ░ one reader holds the slot, ▒ ▓ several, █ all; below: who takes which slot next, W the writer",
     "ARENA       a digit: that rank alone holds the block, + several, w the writer, · free",
+    "PATH        what served most all-reduces of the last 10 s; dim: of all, as there were none lately",
+    "DECLINED    why a faster path most often did not serve, and how often; over the same time",
 )
 
 
@@ -113,6 +116,7 @@ def snapshot(moment: Moment, recent: Recent, choices: Choices, width: int) -> li
             *_ring(row.queue, choices, min(width, _MAP)),
             *_arena(row.queue, min(width, _MAP)),
         ]
+    lines += [(), *_ranks(moment, recent, width)] if moment.groups else []
     return _finished([*lines, *_troubles(moment, len(moment.troubles))], choices, width)
 
 
@@ -146,7 +150,8 @@ def _body(
     rows = _queue_rows(moment, recent, choices)
     at = next((at for at, row in enumerate(rows) if row.queue is shown), None)
     if at is None:
-        return _troubles(moment, room)
+        lines = [(), *_shortened(_ranks(moment, recent, width), room - 1, "ranks")] if moment.groups else []
+        return [*lines, *_troubles(moment, room - len(lines))]
     readers = [(), *_readers(rows[at], recent, choices, width, worst=shown is worst)]
     queues = [replace(row, marked=number == at) for number, row in enumerate(rows)] if len(rows) > 1 else rows
     queues = [queues[at]] if choices.alone else queues
@@ -156,6 +161,9 @@ def _body(
     for extra in (_ring(queue, choices, most), _arena(queue, most), _troubles(moment, 2)):
         if extra and len(lines) + len(extra) + 1 <= room:
             lines += [(), *extra]
+    left = room - len(lines) - 1
+    if moment.groups and not choices.alone and left >= _FEWEST_RANK_LINES:
+        lines += [(), *_shortened(_ranks(moment, recent, width), left, "ranks")]
     return lines[:room]
 
 
@@ -167,7 +175,12 @@ def _queue_rows(moment: Moment, recent: Recent, choices: Choices) -> list[QueueR
     what = "row in ascii" if choices.ascii else "row"
     rows = [recent.once(what, queue, row) for queue in moment.queues]
     order = {
-        Sort.BLAME: lambda row: (-row.says.severity, -round(100 * (row.rates.blocked or 0)), row.queue.label),
+        Sort.BLAME: lambda row: (
+            -row.says.severity,
+            row.queue.dead,
+            -round(100 * (row.rates.blocked or 0)),
+            row.queue.label,
+        ),
         Sort.LAG: lambda row: (-max((one.lag for one in row.queue.readers), default=0), row.queue.label),
         Sort.HOLD: lambda row: (-round(100 * (row.rates.blocked or 0)), row.queue.label),
         Sort.NAME: lambda row: row.queue.label,
@@ -220,9 +233,22 @@ def _arena(queue: QueueFacts, width: int) -> list[Line]:
     title += f"most ever {size(arena.used_max)}, may grow to {size(arena.budget)}"
     if queue.blocks is None:
         return [(Span(f"{title}; who holds which block is on its host's pages alone", "dim"),)]
-    drawn = maps.arena(queue.blocks, arena.segments, arena.size, width)
+    sizes = queue.segments or maps.guessed(queue.blocks, arena.segments, arena.size)
+    drawn = maps.arena(queue.blocks, sizes, width)
     more = [(Span(f"and {len(drawn) - _SEGMENTS} more segments", "dim"),)] if len(drawn) > _SEGMENTS else []
     return [(Span(title, "dim"),), *drawn[:_SEGMENTS], *more]
+
+
+def _ranks(moment: Moment, recent: Recent, width: int) -> list[Line]:
+    """Every communicator's ranks, of each those in trouble first."""
+    groups = moment.groups
+    one = groups[0]
+    title = f"all-reduce: {len(groups)} groups"
+    if len(groups) == 1:
+        title = f"all-reduce: {len(one.ranks)} of {one.world} ranks on {one.device or 'a device'}, {one.plan} plan"
+    rows = [RankRow(group, rank, recent.rank(group, rank)) for group in groups for rank in group.ranks]
+    rows.sort(key=lambda row: (row.group.label, row.rank.state in ("", "alive"), row.rank.rank))
+    return [cut((Span(title, "dim"),), width), *tables.of_ranks(rows, width)]
 
 
 def _troubles(moment: Moment, most: int) -> list[Line]:
@@ -250,10 +276,10 @@ def _scrolled(lines: Sequence[Line], chosen: int, room: int) -> list[Line]:
     return [titles, *rows[first : first + shown], hidden]
 
 
-def _shortened(lines: Sequence[Line], room: int) -> list[Line]:
+def _shortened(lines: Sequence[Line], room: int, what: str = "readers") -> list[Line]:
     if len(lines) <= room:
         return list(lines)
-    return [*lines[: max(0, room - 1)], (Span(f"… {len(lines) - room + 1} more readers", "dim"),)][: max(0, room)]
+    return [*lines[: max(0, room - 1)], (Span(f"… {len(lines) - room + 1} more {what}", "dim"),)][: max(0, room)]
 
 
 def _finished(lines: Sequence[Line], choices: Choices, width: int) -> list[Line]:

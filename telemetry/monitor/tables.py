@@ -11,9 +11,9 @@ from typing import Final
 
 from telemetry.health import Verdict
 from telemetry.monitor import maps
-from telemetry.monitor.facts import QueueFacts, ReaderFacts
+from telemetry.monitor.facts import GroupFacts, QueueFacts, RankFacts, ReaderFacts
 from telemetry.monitor.lines import Column, Line, Span, table
-from telemetry.monitor.recent import QueueRates, ReaderRates
+from telemetry.monitor.recent import QueueRates, RankRates, ReaderRates
 from telemetry.monitor.units import UNKNOWN, count, seconds, share, size
 from telemetry.monitor.words import SLOWED, Says, Severity
 
@@ -54,6 +54,15 @@ class ReaderRow:
     ascii: bool
 
 
+@dataclass(frozen=True)
+class RankRow:
+    """A row of the third table."""
+
+    group: GroupFacts
+    rank: RankFacts
+    rates: RankRates
+
+
 def of_queues(rows: Sequence[QueueRow], width: int) -> list[Line]:
     """One line a queue."""
     longest = max([5, *(len(row.queue.label) for row in rows)])
@@ -66,6 +75,14 @@ def of_queues(rows: Sequence[QueueRow], width: int) -> list[Line]:
 def of_readers(rows: Sequence[ReaderRow], width: int) -> list[Line]:
     """One line a reader."""
     return table(_READER_COLUMNS, rows, width)
+
+
+def of_ranks(rows: Sequence[RankRow], width: int) -> list[Line]:
+    """One line a rank of a communicator."""
+    longest = max([5, *(len(row.group.label) for row in rows)])
+    most = min(longest, 30 if width >= 100 else 12)
+    name = Column[RankRow]("GROUP", most, 0, lambda row: Span(row.group.label), left=True)
+    return table([name, *_RANK_COLUMNS], rows, width)
 
 
 # ── queues ───────────────────────────────────────────────────────────────────────────────────────
@@ -100,6 +117,13 @@ def _blocked(row: QueueRow) -> Span:
 def _arena(row: QueueRow) -> Span:
     arena = row.queue.arena
     return _dim_if(not arena.used, f"{size(arena.used)}/{size(arena.budget)}" if arena.budget else UNKNOWN)
+
+
+def _pid(reader: ReaderFacts) -> str:
+    """With a mark before that of a process on another host; the verdict says which."""
+    if reader.where:
+        return f"@{reader.where.rpartition(':')[2]}"
+    return UNKNOWN if reader.pid is None else str(reader.pid)
 
 
 def _off_path(row: QueueRow) -> Span:
@@ -189,7 +213,7 @@ def _lag_spark(row: ReaderRow) -> Span:
 
 _READER_COLUMNS: Final[list[Column[ReaderRow]]] = [
     Column("READER", 6, 0, _rank),
-    Column("PID", 8, 4, lambda row: Span(UNKNOWN if row.reader.pid is None else str(row.reader.pid))),
+    Column("PID", 8, 4, lambda row: Span(_pid(row.reader))),
     Column("VERDICT", 7, 1, _verdict, left=True),
     Column("STATE", 7, 9, lambda row: Span(row.reader.state or UNKNOWN), left=True),
     Column("RELATION", 16, 16, _relation, left=True),
@@ -205,6 +229,34 @@ _READER_COLUMNS: Final[list[Column[ReaderRow]]] = [
     Column("PIN", 5, 14, _pin),
     Column("GATE", 9, 15, _gate),
     Column("TREND", _SPARK, 12, _lag_spark, grows=True),
+]
+
+
+# ── ranks of communicators ───────────────────────────────────────────────────────────────────────
+def _path(row: RankRow) -> Span:
+    return _dim_if(not row.rates.lately, row.rates.path or UNKNOWN)
+
+
+def _declined(row: RankRow) -> Span:
+    rates = row.rates
+    text = f"{rates.declined} {count(rates.declines)}" if rates.declined else "0"
+    return _dim_if(not (rates.lately and rates.declined), text)
+
+
+def _process(row: RankRow) -> Span:
+    state = row.rank.state
+    return _dim_if(state in ("", "alive"), state or UNKNOWN, "bold red")
+
+
+_RANK_COLUMNS: Final[list[Column[RankRow]]] = [
+    Column("RANK", 4, 1, lambda row: Span(str(row.rank.rank))),
+    Column("PROCESS", 7, 6, _process, left=True),
+    Column("PID", 8, 7, lambda row: Span(UNKNOWN if row.rank.pid is None else str(row.rank.pid))),
+    Column("PATH", 17, 2, _path, left=True),
+    Column("OPS/S", 7, 3, lambda row: _dim_if(not row.rates.operations_per_s, count(row.rates.operations_per_s))),
+    Column("BYTES/S", 7, 4, lambda row: _dim_if(not row.rates.bytes_per_s, size(row.rates.bytes_per_s))),
+    Column("DECLINED", 20, 5, _declined, left=True),
+    Column("OPS", 7, 8, lambda row: _dim_if(not row.rank.total, count(row.rank.total))),
 ]
 
 

@@ -25,6 +25,9 @@ LONG_S: Final = 5.0
 SLOWED: Final = 0.2
 """The share of the time in waits from which on the writer is called slowed, as in the alert HeadOfLineBlocking."""
 
+STRAGGLER: Final = 0.1
+"""The share that one reader alone costs from which on it is in trouble, as in the same alert."""
+
 _NAMED: Final = 3
 
 
@@ -54,8 +57,8 @@ def _of_queue(queue: QueueFacts, recent: Recent) -> Says:
     rates = recent.queue(queue)
     return (
         _ended(queue)
-        or _blocked(queue)
         or _writer_stopped(queue)
+        or _blocked(queue)
         or _troubled_reader(queue)
         or _slowed(queue, rates, recent)
         or _lagging_reader(queue)
@@ -70,7 +73,7 @@ def of_moment(moment: Moment, recent: Recent) -> tuple[Says, QueueFacts | None]:
     if not moment.queues:
         return Says(Severity.HEALTHY, "NO QUEUE", f"NO QUEUE in {moment.source}; waiting for one"), None
     said = [(of_queue(queue, recent), queue) for queue in moment.queues]
-    worst, queue = max(said, key=lambda one: (one[0].severity, one[1].wait.lasted_s))
+    worst, queue = max(said, key=lambda one: (one[0].severity, not one[1].dead, one[1].wait.lasted_s))
     if worst.severity is Severity.HEALTHY:
         return _all_well(said), queue
     others = sum(1 for says, _ in said if says.severity is not Severity.HEALTHY) - 1
@@ -95,7 +98,8 @@ def of_reader(reader: ReaderFacts) -> str:
 
 def name(reader: ReaderFacts) -> str:
     """Which reader, and which process: what to look at next."""
-    return f"reader {reader.rank}" + (f" (pid {reader.pid})" if reader.pid is not None else "")
+    where = reader.where or (f"pid {reader.pid}" if reader.pid is not None else "")
+    return f"reader {reader.rank}" + (f" ({where})" if where else "")
 
 
 # ── the cases, the worst first ───────────────────────────────────────────────────────────────────
@@ -103,7 +107,7 @@ def _ended(queue: QueueFacts) -> Says | None:
     writer = queue.writer
     if queue.dead:
         since = seconds(queue.silent_s)
-        return Says(Severity.DEGRADED, "DEAD", f"DEAD: every process of it has ended, the last one {since} ago")
+        return Says(Severity.HEALTHY, "DEAD", f"DEAD: every process of it has ended, the last one {since} ago")
     if writer is not None and writer.alive is False:
         left = f"{sum(1 for one in queue.readers if one.alive is not False)} readers live"
         return Says(Severity.STALLED, "ORPHANED", f"ORPHANED: the writer (pid {writer.pid}) has ended, and {left}")
@@ -143,7 +147,9 @@ def _slowed(queue: QueueFacts, rates: QueueRates, recent: Recent) -> Says | None
     costs = [(recent.reader(queue, reader), reader) for reader in queue.readers]
     cost, most = max(costs, key=lambda one: _cost(one[0]), default=(ReaderRates(), None))
     by = f", {share(cost.blocked)} for {name(most)}, {share(cost.excess)} for it alone" if most else ""
-    return Says(Severity.HEALTHY, "SLOWED", f"SLOWED: the writer waited {share(rates.blocked)} of the last seconds{by}")
+    straggler = queue.n_reader > 1 and (cost.excess or 0.0) > STRAGGLER
+    severity = Severity.DEGRADED if straggler else Severity.HEALTHY  # all readers alike: the steps are what is long
+    return Says(severity, "SLOWED", f"SLOWED: the writer waited {share(rates.blocked)} of the last seconds{by}")
 
 
 def _lagging_reader(queue: QueueFacts) -> Says | None:
@@ -164,16 +170,32 @@ def _well(queue: QueueFacts, rates: QueueRates) -> Says:
 
 
 def _all_well(said: Sequence[tuple[Says, QueueFacts]]) -> Says:
-    slowed = [one for one in said if one[0].word == "SLOWED"]
+    """Of those that live. Nobody waits on the dead ones: they are counted, and `arena gc` removes them."""
+    living = [one for one in said if not one[1].dead]
+    left = f" · {_counted(len(said) - len(living), 'dead queue')} left behind" if len(living) < len(said) else ""
+    if not living:
+        return _all_dead(said)
+    slowed = [one for one in living if one[0].word == "SLOWED"]
     if slowed:
         says, queue = slowed[0]
         return Says(says.severity, says.word, f"{says.sentence} · queue {queue.label}")
-    queues, readers = len(said), sum(len(queue.readers) for _, queue in said)
-    shape = f"{queues} queue{'s' * (queues != 1)}, {readers} reader{'s' * (readers != 1)}"
-    words = {says.word for says, _ in said}
+    shape = f"{_counted(len(living), 'queue')}, {_counted(sum(len(queue.readers) for _, queue in living), 'reader')}"
+    words = {says.word for says, _ in living}
     if words == {"IDLE"}:
-        return Says(Severity.HEALTHY, "IDLE", f"IDLE: {shape}, no message in the last seconds")
-    return Says(Severity.HEALTHY, "OK", f"OK: {shape}, no writer waits")
+        return Says(Severity.HEALTHY, "IDLE", f"IDLE: {shape}, no message in the last seconds{left}")
+    return Says(Severity.HEALTHY, "OK", f"OK: {shape}, no writer waits{left}")
+
+
+def _all_dead(said: Sequence[tuple[Says, QueueFacts]]) -> Says:
+    says, queue = min(said, key=lambda one: one[1].silent_s)
+    if len(said) == 1:
+        return Says(says.severity, says.word, f"{says.sentence} · queue {queue.label}")
+    last = f"the last process {seconds(queue.silent_s)} ago · queue {queue.label}"
+    return Says(says.severity, says.word, f"DEAD: all {len(said)} queues have ended, {last}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 # ── parts of sentences ───────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,7 @@
 """Traces: a span for each sampled message at its writer, and one at each reader, built from the flight recorders.
 
-The hot path carries context and nothing else. `install` gives arena two functions: one says which context goes with a
-message, the other keeps what came with one for `current`. Everything that happens to a sampled message is an event on
+The hot path carries context and nothing else. `install` gives arena a function that says which context goes with a
+message; a reader keeps what came with one, for `current`. Everything that happens to a sampled message is an event on
 its endpoint's probe page; a thread of the process reads its own pages and makes spans of them, after the fact, with
 the times that the events have. `arena export --otlp` does the same from outside, for every process of the host, also
 for those that hang.
@@ -56,7 +56,6 @@ class _Installed:
 
 _installed: _Installed | None = None
 _collector: InProcess | None = None
-_taken: ContextVar[tuple[probe.hooks.Trace, int] | None] = ContextVar("arena_taken", default=None)
 
 
 def install(
@@ -101,7 +100,6 @@ def install(
         raise ValueError(f"relation is both, parent or link, found {relation!r}")
     _installed = _Installed(provider or _global_provider() or otlp_provider() if spans else None, relation)
     probe.hooks.trace_source = _Source(ratio, slow_s, per_second)
-    probe.hooks.trace_sink = _sink
     if spans:
         probe.hooks.page_made = _watch
         for path in own_pages():
@@ -111,7 +109,7 @@ def install(
 def uninstall() -> None:
     """Trace no more. What has been recorded is still made into spans; the provider stays as it is."""
     global _installed, _collector
-    probe.hooks.trace_source = probe.hooks.trace_sink = probe.hooks.page_made = None
+    probe.hooks.trace_source = probe.hooks.page_made = None
     collector, _collector, _installed = _collector, None, None
     if collector is not None and collector.pid == os.getpid():
         collector.close()
@@ -122,7 +120,7 @@ def current() -> Context | None:
 
     `tracer.start_as_current_span("forward", context=traces.current())` goes on with the engine's trace.
     """
-    taken = _taken.get()
+    taken = probe.hooks.inside.get()
     if taken is None or _installed is None:
         return None
     trace, rank = taken
@@ -191,10 +189,6 @@ def _context_getter() -> Callable[[], Context]:
     """The current context, from the variable itself where the SDK keeps it in one: a tenth of the time."""
     variable = getattr(getattr(contexts, "_RUNTIME_CONTEXT", None), "_current_context", None)
     return variable.get if isinstance(variable, ContextVar) else contexts.get_current
-
-
-def _sink(trace: probe.hooks.Trace | None, rank: int) -> None:
-    _taken.set(None if trace is None else (trace, rank))
 
 
 def _watch(path: Path) -> None:

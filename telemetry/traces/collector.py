@@ -20,7 +20,6 @@ from arena.probe import (
     ENDED,
     BadPage,
     ProbeReader,
-    Role,
     RunDirectoryError,
     observed_directory,
     pages,
@@ -59,6 +58,7 @@ class _Followed:
     """One page, and how far its events have become spans."""
 
     def __init__(self, path: Path, spans: Spans, *, from_start: bool) -> None:
+        self.file = _file(path)
         self.page = ProbeReader(path)
         self.follower = Follower(self.page.role, from_start=from_start)
         self._make = spans.maker(self.page)
@@ -105,13 +105,10 @@ class _Collector:
         self._thread.start()
 
     def watch(self, path: Path) -> None:
-        """Follow one more page, unless it can't be read, or is a communicator's: that has no messages."""
+        """Follow one more page, unless it can't be read."""
         try:
             followed = _Followed(path, self._spans, from_start=self.from_start)
         except (BadPage, OSError):
-            return
-        if followed.page.role is Role.COMMUNICATOR:
-            followed.close()
             return
         with self._lock:
             self._followed[path] = followed
@@ -222,7 +219,20 @@ class HostTraces(_Collector):
         self._known = found
 
     def _ended(self, one: _Followed) -> bool:
-        return process_state(one.page.owner) in ENDED or not os.path.lexists(one.page.path)
+        return process_state(one.page.owner) in ENDED or _file(one.page.path) != one.file
+
+    def _forget(self, path: Path, one: _Followed) -> None:
+        super()._forget(path, one)
+        if _file(path) not in (0, one.file):  # another page has taken its place: of a communicator with another plan
+            self._known.discard(path)
+
+
+def _file(path: Path) -> int:
+    """What tells a file from another one of its name; 0 for none."""
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return 0
 
 
 def _offset_ns(page: ProbeReader) -> int:

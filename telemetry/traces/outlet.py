@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Final
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
@@ -15,6 +17,9 @@ from arena.probe import ArenaError
 
 EXPORT_TIMEOUT_S: Final = 1.0
 EXIT_S: Final = 2.5
+FORK_S: Final = 0.25
+"""So long a fork waits for a batch that is being sent. gRPC works in a child only if no thread was inside it; and what
+a thread was importing for the first request, no thread of the child could ever import."""
 QUEUE_SPANS: Final = 4096
 BATCH_SPANS: Final = 128
 """Small, because a batch is encoded in one go, with the interpreter lock."""
@@ -37,8 +42,12 @@ def otlp_provider(url: str | None = None) -> TracerProvider:
     Raises:
         BadEndpoint: the URL is none of these, or the exporter's library is not installed.
     """
+    make = _exporter_of(url)
+    _fork_between_batches()
+    if not (url or "").startswith("grpc"):
+        make().shutdown()  # so that most of what it imports is there before any fork; it connects at the first request
     provider = TracerProvider()
-    outlet = _outlets[provider] = _Outlet(_exporter_of(url))
+    outlet = _outlets[provider] = _Outlet(make)
     provider.add_span_processor(_Batches(outlet))
     return provider
 
@@ -78,6 +87,27 @@ def _checked(url: str) -> str:
 
 
 _outlets: WeakKeyDictionary[TracerProvider, _Outlet] = WeakKeyDictionary()
+_sending = threading.Lock()
+
+
+@cache
+def _fork_between_batches() -> None:
+    """Registered after gRPC's own handlers, with the exporter, so it runs before them."""
+    held = False
+
+    def before() -> None:
+        nonlocal held
+        held = _sending.acquire(timeout=FORK_S)
+
+    def in_parent() -> None:
+        if held:
+            _sending.release()
+
+    def in_child() -> None:
+        global _sending  # noqa: PLW0603 - if it was not ours, the thread that has it is not here
+        _sending = threading.Lock()
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
 class _Outlet(SpanExporter):
@@ -110,8 +140,9 @@ class _Outlet(SpanExporter):
         """Send a batch; at exit, only until one fails."""
         result = SpanExportResult.FAILURE
         if not self._gave_up:
-            self._exporter = self._exporter or self._make()
-            result = self._exporter.export(spans)
+            with _sending:
+                self._exporter = self._exporter or self._make()
+                result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
             self.delivered += len(spans)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
+from zlib import crc32
 
 from opentelemetry import trace as api
 from opentelemetry.sdk.resources import Resource
@@ -12,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, Tracer, TracerP
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from arena.probe import ProbeReader, Role
-from telemetry.messages import Message, Part, Sent, Taken
+from telemetry.messages import Message, Part, Sent, Taken, Work
 from telemetry.traces.ids import SAMPLED, Relation, derived_id, ids_of, process_ids
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
@@ -40,6 +41,8 @@ class Spans:
                 return 0
             if isinstance(message, Sent):
                 return endpoint.sent(message, clock)
+            if isinstance(message, Work):
+                return endpoint.worked(message, clock, self._relation)
             return endpoint.taken(message, clock, self._relation)
 
         return make
@@ -54,9 +57,18 @@ class _Endpoint:
         self._processor = _processor_of(provider)
         self._scope = InstrumentationScope("arena", _version(), SCHEMA_URL)
         self._resource = provider.resource.merge(Resource({"process.pid": page.owner.pid}))
+        self._salt = crc32(str(page.about.get("instance", "")).encode())
+        if page.role is Role.COMMUNICATOR:
+            self._brief: dict[str, Any] = {
+                "messaging.system": "arena",
+                "messaging.arena.group": str(page.about.get("group", "")),
+                "messaging.arena.rank": page.rank,
+                "process.pid": page.owner.pid,
+            }
+            return
         client = f"{self._queue}/writer" if page.role is Role.WRITER else f"{self._queue}/reader-{page.rank}"
         # Encoding an attribute takes as long as all else of a small span: inner ones have what they are found by.
-        self._brief: dict[str, Any] = {
+        self._brief = {
             "messaging.system": "arena",
             "messaging.destination.name": self._queue,
             "process.pid": page.owner.pid,
@@ -113,7 +125,16 @@ class _Endpoint:
         )
         return 1 + len(children)
 
-    def _attributes(self, operation: str, message: Message) -> dict[str, Any]:
+    def worked(self, work: Work, clock: int, relation: Relation) -> int:
+        """The ids of its span follow from the page that has it, too: a message may meet several communicators."""
+        trace_id, parent = process_ids(work.trace, self._rank if work.reader is None else work.reader, relation)
+        span_id = derived_id(derived_id(parent, self._salt), (1 << 32) + work.number)
+        attributes = self._brief | _of_work(work)
+        times_ns = work.part.began_ns + clock, work.part.ended_ns + clock
+        self._span(work.name, (trace_id, span_id, parent), api.SpanKind.INTERNAL, attributes, times_ns)
+        return 1
+
+    def _attributes(self, operation: str, message: Sent | Taken) -> dict[str, Any]:
         return {
             **self._common,
             "messaging.operation.name": operation,
@@ -175,6 +196,13 @@ def _children_of_process(message: Taken) -> Iterator[tuple[str, Part, dict[str, 
     yield "receive", Part(message.received_ns, message.released_ns, 0), operation
     if message.decode_ns:
         yield "deserialize", Part(message.released_ns - message.decode_ns, message.released_ns, 0), {}
+
+
+def _of_work(work: Work) -> dict[str, Any]:
+    if work.name == "dma_gate":
+        return {"messaging.message.id": str(work.sequence)}
+    how = "messaging.arena.copy_mode" if work.name == "h2d" else "messaging.arena.path"
+    return {"messaging.arena.bytes": work.part.number, how: work.how}
 
 
 def _processor_of(provider: TracerProvider) -> SpanProcessor | None:

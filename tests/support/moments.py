@@ -6,7 +6,17 @@ from dataclasses import replace
 
 from arena.probe import BlockRecord
 from telemetry.health import Verdict
-from telemetry.monitor.facts import ArenaFacts, Histogram, Moment, QueueFacts, ReaderFacts, WaitFacts, WriterFacts
+from telemetry.monitor.facts import (
+    ArenaFacts,
+    GroupFacts,
+    Histogram,
+    Moment,
+    QueueFacts,
+    RankFacts,
+    ReaderFacts,
+    WaitFacts,
+    WriterFacts,
+)
 from telemetry.monitor.recent import Recent
 
 WALL_S = 1_796_047_392.0  # 2026-11-30 14:03:12 UTC
@@ -65,9 +75,26 @@ def queue(label: str = "steps", n_reader: int = 4, **changes: object) -> QueueFa
     return replace(well, **changes)  # type: ignore[arg-type]
 
 
-def moment(*queues: QueueFacts, at_s: float = 0.0, troubles: tuple[str, ...] = ()) -> Moment:
-    """These queues, at a time."""
-    return Moment(1000.0 + at_s, WALL_S + at_s, "/run/user/1000/arena", queues, troubles)
+def rank(number: int, **changes: object) -> RankFacts:
+    """A rank that has reduced something."""
+    operations = {"one_shot": 96_000, "symm_mem_multimem": 32_000}
+    nbytes = {"one_shot": 96_000 * 64 * 1024, "symm_mem_multimem": 32_000 * MB}
+    well = RankFacts(number, 4710 + number, True, "S", operations, nbytes, {"too_large": 32_000})
+    return replace(well, **changes)  # type: ignore[arg-type]
+
+
+def group(label: str = "tp:0", world: int = 4, **changes: object) -> GroupFacts:
+    """A communicator whose ranks are all there."""
+    paths = ("one_shot", "symm_mem_multimem", "nccl")
+    well = GroupFacts(label, "77b0", world, "cuda:0", "tuned", paths, tuple(rank(number) for number in range(world)))
+    return replace(well, **changes)  # type: ignore[arg-type]
+
+
+def moment(
+    *queues: QueueFacts, at_s: float = 0.0, troubles: tuple[str, ...] = (), groups: tuple[GroupFacts, ...] = ()
+) -> Moment:
+    """These queues and communicators, at a time."""
+    return Moment(1000.0 + at_s, WALL_S + at_s, "/run/user/1000/arena", queues, troubles, groups=groups)
 
 
 def stall() -> tuple[Moment, Recent]:
@@ -94,7 +121,17 @@ def _look(number: int) -> Moment:
         )
         for rank in range(4)
     ]
-    return moment(*answers, _steps(number), at_s=at_s)
+    return moment(*answers, _steps(number), at_s=at_s, groups=(_reducing(number),))
+
+
+def _reducing(number: int) -> GroupFacts:
+    """The ranks reduce until the second one stands still; it is an operation behind."""
+    ranks = []
+    for one in range(4):
+        small, large = 90_000 + 1280 * min(number, 3) - (one == 1), 30_000 + 40 * min(number, 3)
+        operations, nbytes = {"one_shot": small, "nccl": large}, {"one_shot": small << 16, "nccl": large << 23}
+        ranks.append(rank(one, operations=operations, nbytes=nbytes, declines={"too_large": large}))
+    return group(paths=("one_shot", "nccl"), ranks=tuple(ranks))
 
 
 def _steps(number: int) -> QueueFacts:

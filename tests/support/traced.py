@@ -11,11 +11,12 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.fleet import A_WHILE_S, Fleet, Here, attach, create, die_with_parent
+from tests.support.fleet import A_WHILE_S, Fleet, Here, attach, create, die_with_parent, eventually
 
 
 class Unloadable:
@@ -103,6 +104,34 @@ def take_tensor(here: Here) -> int:
     return size
 
 
+def copy_late(here: Here, seconds: float) -> None:
+    """Take two tensors, and copy each to the device; the second, pinned by then, while its stream is that much late."""
+    from tests.support.streams import cpu_streams, metric_of, pins
+
+    with cpu_streams() as [stream]:
+        here.queue.to_device(here.queue.dequeue(timeout=A_WHILE_S), "cpu", stream)
+        assert set(pins(here.queue).values()) == {"pinned"}
+        message = here.queue.dequeue(timeout=A_WHILE_S)
+        late = stream.hold()
+        moved = here.queue.to_device({"both": [message, message[:8]]}, "cpu", stream)
+        del message
+        eventually(lambda: metric_of(here.queue, "blocks_in_gate").value == 1)
+        time.sleep(seconds)
+        late.set()
+        eventually(lambda: metric_of(here.queue, "blocks_in_gate").value == 0)
+        assert moved["both"][1].numel() == 8
+
+
+def reduce_within(here: Here, rank: int, counts: list[int]) -> None:
+    """Reduce something before any message, and within one that is taken."""
+    import torch
+
+    here.comm.all_reduce(torch.ones(3))
+    here.queue.dequeue(timeout=A_WHILE_S)
+    for count in counts:
+        here.comm.all_reduce(torch.ones(count))
+
+
 def send_unloadable(here: Here) -> None:
     here.queue.enqueue(Unloadable(), timeout=A_WHILE_S)
 
@@ -136,6 +165,43 @@ def families(url: str) -> None:
             worker.join(A_WHILE_S)
         print(ids(span)[0], os.getpid(), *(worker.pid for worker in workers))
         assert [worker.exitcode for worker in workers] == [0] * 8
+
+
+def late_family(url: str) -> None:
+    """An engine that forks two workers while a thread of it sends spans, and sends more afterwards."""
+    from arena import MessageQueue, QueueConfig
+    from telemetry import traces
+
+    provider = traces.otlp_provider(url)
+    traces.install(provider, ratio=0.0)
+    tracer, forked = provider.get_tracer("engine"), threading.Event()
+    sending = threading.Thread(target=keep_sending, args=(provider, forked))
+    sending.start()
+    with MessageQueue(2, config=QueueConfig(name="steps")) as queue:
+        context = multiprocessing.get_context("fork")
+        workers = [
+            context.Process(target=family_member, args=("", queue.export_handle(), rank), daemon=True)
+            for rank in range(2)
+        ]
+        for worker in workers:
+            worker.start()
+        forked.set()
+        sending.join()
+        queue.wait_until_ready(A_WHILE_S)
+        with tracer.start_as_current_span("step") as span:
+            queue.enqueue("go", timeout=A_WHILE_S)
+        for worker in workers:
+            worker.join(A_WHILE_S)
+        print(ids(span)[0], os.getpid(), *(worker.pid for worker in workers))
+        assert [worker.exitcode for worker in workers] == [0] * 2
+
+
+def keep_sending(provider: Any, until: threading.Event) -> None:
+    """One span after the other, each sent at once."""
+    while not until.is_set():
+        with provider.get_tracer("engine").start_as_current_span("before"):
+            pass
+        assert provider.force_flush()
 
 
 def family_member(url: str, handle: Any, rank: int) -> None:
@@ -231,4 +297,5 @@ def traces_counts(provider: Any) -> tuple[int, int, int]:
 
 
 if __name__ == "__main__":
-    {"families": families, "steady": steady, "careless": careless, "picture": picture}[sys.argv[1]](sys.argv[2])
+    scripts = (families, late_family, steady, careless, picture)
+    {script.__name__: script for script in scripts}[sys.argv[1]](sys.argv[2])

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -16,7 +15,7 @@ from rich.table import Table
 from telemetry.commands.bench import machine
 from telemetry.commands.bench.children import BlockFailed
 from telemetry.commands.bench.harness import Block, Spread, p50s, p99s, paired, spread
-from telemetry.commands.bench.options import Settings, note
+from telemetry.commands.bench.settings import Settings, note
 
 _WIDTH = 100
 
@@ -60,6 +59,7 @@ class Report:
     figures: list[Figure] = field(default_factory=list)
     requirements: list[Requirement] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    against: str = "arena"  # what each contender's p50 is divided by
 
     def require(self, text: str, limit: float, unit: str, measured: Spread | float) -> None:
         """Adds a requirement; a single measurement is its own spread."""
@@ -94,6 +94,8 @@ def absent(case: str, missing: Mapping[str, str], failed: Mapping[str, str]) -> 
 
 def run(measure: Callable[[Settings], Report], settings: Settings, *, as_json: bool, check: bool) -> None:
     """Measures and prints. Exit code 1: a block failed, or with `check` a requirement was missed."""
+    import typer  # only here: a report can be made without it
+
     if check and not settings.comparable:
         raise typer.BadParameter("a shortened run is not comparable, and checks nothing", param_hint="--check")
     try:
@@ -144,7 +146,7 @@ def _figures(report: Report) -> Table:
     table.add_column("contender")
     for heading in ("p50", "p99"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("p50 / arena", justify="right")
+    table.add_column(f"p50 / {report.against}", justify="right")
     previous = ""
     for item in report.figures:
         times = [duration(ns) if ns is not None else "" for ns in (item.p50_ns, item.p99_ns)]

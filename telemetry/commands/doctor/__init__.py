@@ -47,7 +47,7 @@ def doctor(
     deadline = time.monotonic() + patience
     gpus = None if quiet else Gpus()
     try:
-        moment, findings = queues.examine(run_dir, queue, with_stacks=not quiet)
+        moment, verdict, findings = queues.examine(run_dir, queue, with_stacks=not quiet)
     except Refused as refused:
         if not quiet:
             typer.echo(f"arena doctor: {refused}", err=True)
@@ -56,34 +56,46 @@ def doctor(
     found += gpus.checks(deadline) if gpus else []
     code = queues.severity(moment, findings, [check.failed for check in found])
     if as_json and not quiet:
-        print(json.dumps(_report(moment, findings, found, code)))
+        print(json.dumps(_report(moment, verdict, findings, found, code)))
     elif not quiet:
-        _print(moment, findings, found, code)
+        _print(moment, verdict, findings, found, code)
     raise typer.Exit(code)
 
 
-def _report(moment: "Moment", findings: "list[Finding]", found: "list[Check]", code: int) -> dict[str, object]:
+def _report(
+    moment: "Moment", verdict: str, findings: "list[Finding]", found: "list[Check]", code: int
+) -> dict[str, object]:
     return {
         "time": moment.wall_s,
         "source": moment.source,
         "exit_code": code,
         "state": _state(code),
+        "verdict": _why(verdict, moment, findings, found, code),
         "queues": [finding.as_json() for finding in findings],
         "machine": [check.as_json() for check in found],
         "troubles": list(moment.troubles),
     }
 
 
-def _print(moment: "Moment", findings: "list[Finding]", found: "list[Check]", code: int) -> None:
+def _why(verdict: str, moment: "Moment", findings: "list[Finding]", found: "list[Check]", code: int) -> str:
+    """What comes to that exit code: the worst queue, or else what is wrong with this machine, or that all is well."""
+    if code == max((one.says.severity for one in findings), default=0):
+        return verdict
+    failed = [check.name for check in found if check.failed]
+    lacks = f"this machine has not what is needed: {', '.join(failed)}" if failed else "not everything could be read"
+    return f"{lacks} · {verdict}"
+
+
+def _print(moment: "Moment", verdict: str, findings: "list[Finding]", found: "list[Check]", code: int) -> None:
     from telemetry.commands.doctor.checks import lines_of
     from telemetry.commands.sources import print_lines
     from telemetry.monitor.lines import Span
     from telemetry.monitor.screen import COLOURS
     from telemetry.monitor.words import Severity
 
-    worst = next((one.says.sentence for one in findings if one.says.severity == code), "")
     style = f"bold {COLOURS[Severity(code)]}"
-    lines: list[Line] = [(Span(_state(code).upper(), style), Span(f": {worst}" if worst else "", "bold"))]
+    why = _why(verdict, moment, findings, found, code)
+    lines: list[Line] = [(Span(_state(code).upper(), style), Span(f": {why}", "bold"))]
     for finding in findings:
         lines += [(), *finding.lines()]
     if not findings:

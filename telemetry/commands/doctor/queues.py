@@ -17,10 +17,8 @@ from telemetry.monitor.facts import Moment, QueueFacts, ReaderFacts, is_stopped
 from telemetry.monitor.lines import Line, Span
 from telemetry.monitor.local import Pages
 from telemetry.monitor.recent import Recent
+from telemetry.monitor.units import seconds
 from telemetry.monitor.words import Says, Severity
-
-JUST_DIED_S: Final = 600.0
-"""A queue that died longer ago is nobody's emergency any more."""
 
 _STACKS: Final = 2  # culprits whose stack is asked for: each may take its whole deadline
 
@@ -60,8 +58,8 @@ class Finding:
         }
 
 
-def examine(run_dir: Path | None, only: str | None, *, with_stacks: bool) -> tuple[Moment, list[Finding]]:
-    """Look as long as a verdict takes, and explain what was seen.
+def examine(run_dir: Path | None, only: str | None, *, with_stacks: bool) -> tuple[Moment, str, list[Finding]]:
+    """Look as long as a verdict takes, and explain what was seen: the moment, the verdict on all of it, and the cases.
 
     Raises:
         Refused: the run directory can't be read, or has no queue of that name.
@@ -76,28 +74,37 @@ def examine(run_dir: Path | None, only: str | None, *, with_stacks: bool) -> tup
     finally:
         source.close()
     found = [_explained(queue, moment, recent, with_stacks=with_stacks) for queue in moment.queues]
-    return moment, sorted(found, key=lambda one: (-one.says.severity, one.queue.label))
+    return (
+        moment,
+        _verdict(moment, recent),
+        sorted(found, key=lambda one: (-one.says.severity, one.queue.dead, one.queue.label)),
+    )
+
+
+def _verdict(moment: Moment, recent: Recent) -> str:
+    """On all queues at once, so that it can stand behind the word for the exit code."""
+    says, queue = words.of_moment(moment, recent)
+    if queue is None:
+        return "no queue"
+    if queue.dead:
+        ago = min(one.silent_s for one in moment.queues)
+        return f"no queue is alive, and nobody waits; the last process ended {seconds(ago)} ago"
+    return says.sentence.removeprefix("OK: ")
 
 
 def severity(moment: Moment, findings: Sequence[Finding], failed: Sequence[bool]) -> int:
     """The exit code: the worst of the queues, and at least degraded where the machine or a page fails us."""
-    worst = max((one.says.severity for one in findings if not _is_history(one.queue)), default=Severity.HEALTHY)
+    worst = max((one.says.severity for one in findings), default=Severity.HEALTHY)
     return max(worst, Severity.DEGRADED if any(failed) or moment.troubles else Severity.HEALTHY)
 
 
 def _explained(queue: QueueFacts, moment: Moment, recent: Recent, *, with_stacks: bool) -> Finding:
     says = words.of_queue(queue, recent)
-    if queue.dead and _is_history(queue):
-        says = Says(Severity.HEALTHY, says.word, says.sentence)
     stacks = {}
     if with_stacks and says.severity is not Severity.HEALTHY and not queue.dead:
         culprits = [one.pid for one in _culprits(queue) if one.pid is not None and one.alive is not False]
         stacks = {pid: stack_of(pid) for pid in culprits[:_STACKS]}
     return Finding(queue, says, list(_facts(queue, moment)), list(_remedies(queue, says)), stacks)
-
-
-def _is_history(queue: QueueFacts) -> bool:
-    return queue.dead and queue.silent_s > JUST_DIED_S
 
 
 def _culprits(queue: QueueFacts) -> list[ReaderFacts]:
@@ -109,7 +116,8 @@ def _culprits(queue: QueueFacts) -> list[ReaderFacts]:
 # ── who waits for whom, and since when ───────────────────────────────────────────────────────────
 def _facts(queue: QueueFacts, moment: Moment) -> Iterator[str]:
     if queue.dead:
-        yield f"It had published {queue.published} messages"
+        published = f"It had published {queue.published} messages. " if queue.writer is not None else ""
+        yield f"{published}Nobody waits on it any more"
         return
     if queue.wait.pending:
         since = time.strftime("%H:%M:%S UTC", time.gmtime(moment.wall_s - queue.wait.lasted_s))
@@ -162,11 +170,16 @@ def _remedies_for_readers(queue: QueueFacts) -> Iterator[str]:
             yield remedy
 
 
+def _py_spy(reader: ReaderFacts) -> str:
+    host, _, pid = reader.where.rpartition(":")
+    return f"on {host}: py-spy dump --pid {pid}" if host else f"py-spy dump --pid {reader.pid}"
+
+
 def _remedy(reader: ReaderFacts) -> str:
     by_verdict = {
         Verdict.STOPPED: f"kill -CONT {reader.pid}, or detach the debugger",
         Verdict.GONE: f"restart worker {reader.rank}; `dmesg | grep -i killed` tells whether memory ran out",
-        Verdict.STALLED: f"py-spy dump --pid {reader.pid}: {_STANDS.get(reader.state, _STANDS['working'])}",
+        Verdict.STALLED: f"{_py_spy(reader)}: {_STANDS.get(reader.state, _STANDS['working'])}",
         Verdict.LAGGING: f"compare HOLD of reader {reader.rank} with the others' in `arena top`: its steps are longer",
     }
     return by_verdict.get(reader.verdict, "")
