@@ -16,7 +16,6 @@ from arena.probe import Event, Probe
 from arena.probe.hooks import Sampled, Trace
 from arena.probe.metrics import ERROR_KINDS, FALLBACK_REASONS, PATHS
 from arena.probe.page import (
-    BURST_PERIOD,
     EVENT_GAP_NS,
     L_SEQUENCE,
     L_SEQUENCE_NS,
@@ -56,6 +55,7 @@ class _Log:
     __slots__ = (
         "_errors",
         "_half_a_period_late",
+        "_looks",
         "_missed",
         "_parks",
         "_spin",
@@ -75,6 +75,7 @@ class _Log:
         self.page = probe.words
         self._waiter = waiter
         self._window_from = 0
+        self._looks = 0  # in this window, since there was the last one too many
         self._errors = {kind: probe.word("errors_total", kind) for kind in ERROR_KINDS}
         self._parks = probe.word("parks_total")
         self._missed = probe.word("missed_wakes_total")
@@ -107,12 +108,25 @@ class _Log:
         """Choose how many of the next window's small messages to look at: about as many whatever their rate."""
         passed = sequence - self._window_from
         self._window_from = sequence
+        self._looks = 0
         self._look_at_one_in(1 << (passed // LOOKS_A_WINDOW).bit_length())
 
-    def _notice_burst(self, sequence: int) -> None:
-        """After a quiet window every message is looked at. A burst must not be over before that changes."""
-        if not self.sample and sequence - self._window_from > LOOKS_A_WINDOW:
-            self._look_at_one_in(BURST_PERIOD)
+    def _notice_burst(self) -> None:
+        """Where there are more looks than a window should have, look at half as many from here on."""
+        self._looks += 1
+        if self._looks > LOOKS_A_WINDOW:
+            self._looks = 0
+            self._look_at_one_in(2 * (self.sample + 1))
+
+    def catch_up(self, sequence: int, now_ns: int) -> None:
+        """A burst may be over, and the next message to be looked at far away: begin a new window if it is time."""
+        if now_ns >= self.probe.next_flush_ns:
+            self._end_window(sequence)
+            self.flush(now_ns)
+
+    def flush(self, now_ns: int) -> None:
+        """Copy out what observers read."""
+        raise NotImplementedError
 
     def _look_at_one_in(self, period: int) -> None:
         self.sample = period - 1
@@ -220,7 +234,7 @@ class WriterLog(_Log):
         probe.mark(sequence, now_ns)
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.PUBLISH, sequence, now_ns, now_ns - began_ns, nbytes)
-        self._notice_burst(sequence)
+        self._notice_burst()
         if now_ns >= probe.next_flush_ns:
             self._end_window(sequence)
             self.flush(now_ns)
@@ -424,7 +438,7 @@ class ReaderLog(_Log):
         probe.observe(self._hold, hold_ns)
         if now_ns >= probe.next_event_ns:
             probe.message_event(Event.CONSUME, sequence, now_ns, delay_ns, hold_ns)
-        self._notice_burst(sequence)
+        self._notice_burst()
         if now_ns >= probe.next_flush_ns:
             self._end_window(sequence)
             self.flush(now_ns)
@@ -462,6 +476,8 @@ class ReaderLog(_Log):
     def waiting(self, wanted: int, now_ns: int) -> None:
         """The reader waits for `wanted` to be published."""
         self.probe.waiting(Endpoint.WAITING, now_ns, wanted, 0, 0)
+        if now_ns >= self.probe.next_flush_ns:
+            self._end_window(self.page[L_SEQUENCE])
         self.flush(now_ns)
 
     def close(self, sequence: int) -> None:

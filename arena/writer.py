@@ -347,6 +347,8 @@ class Writer(MessageQueue):
         try:
             if self._roster.reap():
                 self._attention = True
+            if self._log is not None:
+                self._log.catch_up(self._published[0], self._next_look_ns - _LOOK_NS)
         finally:
             self._busy = False
             if self._closing:

@@ -114,9 +114,6 @@ NO_TRACE: Final = (0, 0, 0)
 LOOKS_A_WINDOW: Final = 4
 """About how many small messages are looked at closely between two copy-outs: 40 a second."""
 
-BURST_PERIOD: Final = 16
-"""One in so many is looked at when a burst begins in a window in which every one was."""
-
 MASK: Final = (1 << 64) - 1
 
 
