@@ -166,7 +166,7 @@ HARMS = {
 def test_whatever_the_wire_does_messages_come_once_in_order_and_intact(fleet, harm):
     """CURVE's nonces and authenticators tell; another connection goes on with the first message missing."""
     with (
-        remotes.make(1, remote=RemoteConfig("127.0.0.1", timeout_s=20.0), slots=16) as queue,
+        remotes.make(1, remote=RemoteConfig("127.0.0.1", timeout_s=60.0), slots=16) as queue,
         Wire(remotes.port_of(queue.export_handle())) as bad,
     ):
         (far,) = remotes.readers_afar(fleet, over(bad, queue), 0)

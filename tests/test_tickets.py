@@ -554,6 +554,7 @@ def test_without_any_gate_a_hold_names_nothing(ends, streams, monkeypatch):
     ends.reader.to_device(ends.take(1), "cpu", streams[0])
     assert not ends.held()
     held.set()
+    COPIES.record(streams[0]).wait()  # it reads what nobody keeps mapped for it
 
 
 # ── death ────────────────────────────────────────────────────────────────────────────────────────

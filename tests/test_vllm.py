@@ -144,8 +144,8 @@ def without_the_verbs(place: str) -> tuple[bool, list[str]]:
 def test_a_vllm_that_it_does_not_know_is_left_alone(place):
     untouched, lines = run(without_the_verbs, place)
     assert untouched
-    assert len(lines) == 1
-    assert "does not know: create_from_handle" in lines[0]
+    (line,) = set(lines)  # once by hand, and where Arena is installed by its entry point, too
+    assert "does not know: create_from_handle" in line
 
 
 def test_arena_imports_no_vllm_and_the_plugin_none_before_it_is_called():

@@ -201,6 +201,7 @@ def main() -> None:
     """One rank under torchrun."""
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    cuda.set_device(device)
     dist.init_process_group(BACKEND)
     group = dist.new_group(backend="gloo")
     traits = CudaDevice().traits(device)

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import Pipe, util
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn, TypeVar
 
@@ -106,7 +106,10 @@ def _fork() -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns when a library (numpy's BLAS) has threads; the children of a block touch none of them.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
+        pid = os.fork()
+    if pid == 0:
+        util._run_after_forkers()  # type: ignore[attr-defined]  # as in a child of multiprocessing's own
+    return pid
 
 
 def _run_block(parent: int, sender: Connection, task: Callable[[], object]) -> NoReturn:
