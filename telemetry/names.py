@@ -121,6 +121,7 @@ SUMMED: Final = frozenset(
         "spin_seconds_total",
         "errors_total",
         "events_dropped_total",
+        "gate_releases_total",
     }
 )
 """Kept at both ends, or by every reader, and exported once a queue: nobody is paged for one reader's share of them."""

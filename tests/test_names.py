@@ -81,7 +81,7 @@ def test_what_is_kept_at_both_ends_is_exported_once_a_queue():
     kept_twice = {one.name for one in METRICS if one.role is Role.WRITER} & {
         one.name for one in METRICS if one.role is Role.READER
     }
-    assert kept_twice == SUMMED
+    assert kept_twice | {"gate_releases_total"} == SUMMED  # that one by every reader
     assert all(EXPORTED[name].per is Per.QUEUE for name in SUMMED)
     assert dict(EXPORTED["memcpy_seconds"].labels)["op"] == ("write", "read")
 
@@ -92,7 +92,7 @@ def test_the_verdicts_are_those_of_health():
     assert len(set(PAGE_ERRORS)) == len(PAGE_ERRORS)
 
 
-@pytest.mark.parametrize(("readers", "limit"), [(4, 500), (8, 820)])
+@pytest.mark.parametrize(("readers", "limit"), [(4, 500), (8, 800)])
 def test_a_queue_has_few_enough_series(readers, limit):
     assert series_per_queue(readers) <= limit
 
