@@ -90,9 +90,13 @@ class Claim:
             QueueTimeout: says who holds the line.
         """
         self.waited_ns = 0
-        if sequence >= self._new_limit(sequence):
-            self._block(sequence - self._ring.slots, deadline_ns, first=first)
-            self._new_limit(sequence)
+        if sequence < self._new_limit(sequence):
+            return
+        floor = sequence - self._ring.slots
+        if self._pending(floor):  # not so if one has only been admitted: its word says 0 until it takes its place
+            self._block(floor, deadline_ns, first=first)
+        consumed = [seat.consumed for seat in self._roster.counted]
+        self._ring.limit = min(consumed, default=sequence) + self._ring.slots
 
     def close(self) -> None:
         """Let go of the queue, which would otherwise live until the next garbage collection."""
