@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, Generic, TypeVar
 
@@ -44,7 +45,7 @@ class Cut(Generic[Views]):
             self.places = [None] * (BOARD_SLOTS * turns)
 
 
-class BoardPath(Generic[Views]):
+class BoardPath(ABC, Generic[Views]):
     """A path over a board. What one step does is the subclass's `_step`; the views it needs, its `_make_views`."""
 
     name = ""
@@ -131,17 +132,17 @@ class BoardPath(Generic[Views]):
         slots = self._board.slots(number)
         return [slot[start : start + nbytes].view(x.dtype).view(x.shape) for slot in slots]
 
+    @abstractmethod
     def _make_views(self, x: torch.Tensor, number: int) -> Views:
         """What a step needs for tensors like `x`, in place number `number`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _whole(self, x: torch.Tensor, cut: Cut[Views], tag: Tag) -> torch.Tensor:
         """The sum of what fits into a slot, in a new tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _piece(self, x: torch.Tensor, out: torch.Tensor, cut: Cut[Views], tag: Tag | None) -> None:
         """The sum of a piece, flat, into a part of the result."""
-        raise NotImplementedError
 
 
 def check(path: ReducePath, place: Place, largest: int) -> Generator[object, list[Any], None]:

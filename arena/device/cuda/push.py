@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import cache
@@ -49,7 +50,7 @@ _STATE_BYTES: Final = 16
 _ABORT, _FAILED = 0, 1
 
 
-class PushPath:
+class PushPath(ABC):
     """What both have in common. A subclass says which kernel a size takes, and what memory its kernels need."""
 
     name = ""
@@ -154,13 +155,13 @@ class PushPath:
             self._give_back()
             raise
 
+    @abstractmethod
     def _slots(self) -> list[Slots]:
         """What each kind of kernel needs that this path uses."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _choose(self, vectors: int) -> tuple[str, int, tuple[int, int]]:
         """The kernel for a size, the number of its `Mail`, and its shape."""
-        raise NotImplementedError
 
     def _address(self, kinds: list[Slots], inbox: Inbox) -> Iterator[Any]:
         """A `Mail` for each kind of kernel, with its part of the inboxes and states of its own."""
