@@ -27,6 +27,10 @@ class _Pieces:
         self.nbytes = 0  # so far
 
 
+TABLE_SLACK_BYTES: Final = 1 << 30
+"""What tables, specs and padding may add to a message's own bytes."""
+
+
 class Assembly:
     """The pieces so far. Each change is one store, so that an interrupt finds the old state or the new one.
 

@@ -17,13 +17,14 @@ import contextlib
 import pickle
 import struct
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from arena.device import Copies, copies_from
-from arena.errors import ArenaError, CorruptFrame, EncodeFailed, MessageTooLarge
+from arena.errors import ArenaError, CorruptFrame, DecodeFailed, EncodeFailed, MessageTooLarge
 from arena.layout import HOLD, HOLD_BYTES
 from arena.memory import copy_bytes, copy_from, view_of
 
@@ -611,6 +612,20 @@ def decoder_of(serializer: str) -> Callable[[Table, Mapping[HoldWords, memoryvie
     from arena.restricted import decode as decode_restricted
 
     return decode_restricted
+
+
+def decode_failed(queue: str, error: Exception) -> DecodeFailed:
+    """The error for a message that can't be made an object of here.
+
+    The frames of `error` hold half-built tensors; their memory goes back now, and not with the traceback.
+    """
+    traceback.clear_frames(error.__traceback__)
+    return DecodeFailed(
+        f"a message of queue {queue!r} could not be unpickled",
+        expected="types that this process can import and build",
+        found=f"{type(error).__name__}: {error}",
+        remedy="the message is consumed; make its types importable here",
+    )
 
 
 # ── before the first message ─────────────────────────────────────────────────────────────────────

@@ -10,7 +10,6 @@ against `shutdown`, `statistics` or the release of a block: these only leave a n
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from arena.config import QueueConfig, RemoteConfig, check_on_warning, check_timeout, unknown_variables
 from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
-from arena.peers import Handle, is_elsewhere, out_of_descriptors
+from arena.peers import Handle, is_elsewhere, naming_descriptors
 from arena.probe import Probe
 from arena.state import Endpoint, move
 
@@ -131,6 +130,7 @@ class MessageQueue:
             InvalidArgument: an argument of the wrong type or out of range.
             RunDirectoryError: no usable run directory, or no room in it.
             OutOfMemory: the kernel has no memory for the ring.
+            OutOfDescriptors: no more files may be opened here.
             MissingLibrary: `remote`, or the restricted serializer, without the extra.
         """
         raise NotImplementedError  # pragma: no cover - `__new__` gives a Writer
@@ -182,16 +182,12 @@ class MessageQueue:
                 "that is not a queue's handle", expected="what export_handle() gave", found=type(handle).__name__
             )
         handle.check()
-        try:
+        with naming_descriptors(f"can't attach to queue {handle.name!r}"):
             if is_elsewhere(handle):
                 from arena.remote.reader import RemoteReader
 
                 return RemoteReader(handle, rank, timeout=timeout, on_warning=on_warning)
             return Reader(handle, rank, timeout=timeout, on_warning=on_warning)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise out_of_descriptors(f"can't attach to queue {handle.name!r}") from error
-            raise
 
     @staticmethod
     def create_from_process_group(

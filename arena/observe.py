@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from arena.peers import Roster, Seat
     from arena.wait import Waiter
 
+_ALLOWED_AT_ONCE_NS: Final = 1_000_000_000
 _KIND_OF_ERROR: Final[dict[type[ArenaError], str]] = {
     QueueTimeout: "timeout",
     PeerDied: "peer_died",
@@ -141,9 +142,6 @@ class _Log:
         dropped = max(probe.values[probe.events_dropped], sequence - probe.message_events)
         probe.gauge(probe.events_dropped, dropped)
         probe.flush(now_ns)
-
-
-_ALLOWED_AT_ONCE_NS: Final = 1_000_000_000
 
 
 class Sending:

@@ -8,21 +8,19 @@ import pickle
 import secrets
 import struct
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from arena import layout, memory
-from arena.assembly import Assembly
+from arena.assembly import TABLE_SLACK_BYTES, Assembly
 from arena.borrow import Borrower
-from arena.codec import HoldWords, decoder_of, read_table, rehearse
+from arena.codec import HoldWords, decode_failed, decoder_of, read_table, rehearse
 from arena.config import check_device, check_rank, check_timeout
 from arena.device_log import device_log
 from arena.errors import (
     ArenaError,
     CorruptFrame,
-    DecodeFailed,
     HandleMismatch,
     PeerDied,
     QueueClosed,
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from arena.device import Copies
 
 _HOLD: Final = struct.Struct(layout.HOLD)
-_TABLE_SLACK_BYTES: Final = 1 << 30  # what tables, specs and padding may add to a message's own bytes
 _monotonic_ns = time.monotonic_ns
 _loads = pickle.loads
 
@@ -151,7 +148,7 @@ class Reader(MessageQueue):
         self._writer_words = self._ring.writer
         self._wanted = 0
         self._decode_table = decoder_of(handle.serializer)
-        self._assembly = Assembly(handle.max_message_bytes + _TABLE_SLACK_BYTES)
+        self._assembly = Assembly(handle.max_message_bytes + TABLE_SLACK_BYTES)
         self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
         self._state = move(self._state, "attach")
         if self._probe is not None:
@@ -253,7 +250,7 @@ class Reader(MessageQueue):
                     try:
                         obj = _loads(self._payloads[slot])
                     except Exception as error:
-                        raise self._decode_failed(error) from error
+                        raise decode_failed(self.name, error) from error
                     finally:
                         # Also its release time: decoding one small pickle is not worth a second clock.
                         self._released[slot] = now_ns = received_ns
@@ -467,17 +464,7 @@ class Reader(MessageQueue):
         except ArenaError:
             raise
         except Exception as error:
-            # The frames hold half-built tensors; their blocks should go back now, not with the traceback.
-            traceback.clear_frames(error.__traceback__)
-            raise self._decode_failed(error) from error
-
-    def _decode_failed(self, error: Exception) -> DecodeFailed:
-        return DecodeFailed(
-            f"a message of queue {self.name!r} could not be unpickled",
-            expected="types that this process can import and build",
-            found=f"{type(error).__name__}: {error}",
-            remedy="the message is consumed; make its types importable here",
-        )
+            raise decode_failed(self.name, error) from error
 
     # ── to the device ────────────────────────────────────────────────────────────────────────────
     def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:

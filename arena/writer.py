@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from arena import layout, memory
@@ -31,7 +32,7 @@ from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
 from arena.observe import Sending, WriterLog
-from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, host_id
+from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, host_id, naming_descriptors
 from arena.pin import Pinned, Pins
 from arena.probe import Event, Probe, Role, collect_garbage, hooks, identity, run_directory
 from arena.probe.directory import KEPT_DEAD, SOCKET, WRITER_PAGE, mark_owner, queue_directory, remove_if_empty
@@ -106,18 +107,17 @@ class Writer(MessageQueue):
         self.n_reader = n_reader
         self._instance = secrets.token_hex(6)
         geometry = Geometry(config.slots, config.slot_bytes, config.max_holds)
-        root = run_directory(config.run_dir)
-        collect_garbage(root, name=config.name, keep=KEPT_DEAD)
-        self._directory = queue_directory(root, config.name, self._instance)
-        with contextlib.ExitStack() as undo:
+        with naming_descriptors(f"can't make queue {config.name!r}"), contextlib.ExitStack() as undo:
+            self._directory = self._make_directory()
             undo.callback(remove_if_empty, self._directory)
             mark_owner(self._directory)
             undo.callback((self._directory / "owner").unlink, missing_ok=True)
             if config.probes:
                 self._probe = self._make_probe(geometry)
                 undo.callback(self._probe.unlink)
-            self._make_ring(geometry, SizedWriterRing if remote else WriterRing)
+            self._segment = Segment.create(self.name, geometry.ring_bytes)
             undo.callback(self._segment.close)
+            self._make_ring(geometry, SizedWriterRing if remote else WriterRing)
             self._handed: list[tuple[int, int, int]] = [(0, self._segment.nbytes, self._segment.fd)]
             self._server: AttachServer | None = None
             self._pool = BlockPool(config.name, self._pool_limits(), self._probe, self._hand_over)
@@ -153,6 +153,11 @@ class Writer(MessageQueue):
             self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
 
     # ── setting up ───────────────────────────────────────────────────────────────────────────────
+    def _make_directory(self) -> Path:
+        root = run_directory(self.config.run_dir)
+        collect_garbage(root, name=self.config.name, keep=KEPT_DEAD)
+        return queue_directory(root, self.config.name, self._instance)
+
     def _make_probe(self, geometry: Geometry) -> Probe:
         about = {
             "queue": self.name,
@@ -167,7 +172,6 @@ class Writer(MessageQueue):
         return Probe(path, Role.WRITER, rank=0, n_reader=self.n_reader, slots=geometry.slots, about=about)
 
     def _make_ring(self, geometry: Geometry, kind: type[WriterRing]) -> None:
-        self._segment = Segment.create(self.name, geometry.ring_bytes)
         mapping = self._segment.mapping
         words = mapping.raw_words(0, layout.IDENTITY_WORDS)
         words[layout.IDENTITY_VERSION] = layout.VERSION

@@ -119,6 +119,7 @@ import errno, os, pickle, resource, sys
 import arena.reader
 from arena import MessageQueue
 from arena.errors import ArenaError
+MessageQueue(1).shutdown()  # everything is imported
 handle = pickle.load(sys.stdin.buffer)
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
@@ -129,6 +130,11 @@ try:
 except OSError as error:
     assert error.errno == errno.EMFILE
 for free in range(10):
+    try:
+        MessageQueue(1).shutdown()
+        sys.stderr.write("made ")
+    except ArenaError as error:
+        sys.stderr.write(type(error).__name__ + " ")
     try:
         MessageQueue.create_from_handle(handle, 0, timeout=10).shutdown()
         print("attached")
@@ -147,4 +153,6 @@ def test_attaching_without_descriptors_says_so_and_leaves_the_rank_free(run_dir)
     assert len(found) == 10
     assert set(found) == {"OutOfDescriptors", "attached"}, ran.stderr.decode()
     assert found == sorted(found)  # no more refusals once there is room
+    assert ran.stderr.decode().split()[0] == "OutOfDescriptors"
+    assert set(ran.stderr.decode().split()) == {"OutOfDescriptors", "made"}
     queue.shutdown()

@@ -19,7 +19,7 @@ from arena.peers.host import host_id, is_elsewhere
 from arena.peers.process import Process
 from arena.peers.roster import Roster, Seat
 from arena.peers.server import AttachServer
-from arena.peers.wire import MAGIC, MAX_SEGMENTS, PROTOCOL, Handle, RemoteAddress, out_of_descriptors
+from arena.peers.wire import MAGIC, MAX_SEGMENTS, PROTOCOL, Handle, RemoteAddress, naming_descriptors
 
 __all__ = [
     "MAGIC",
@@ -34,5 +34,5 @@ __all__ = [
     "Seat",
     "host_id",
     "is_elsewhere",
-    "out_of_descriptors",
+    "naming_descriptors",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import socket
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -165,6 +168,17 @@ def out_of_descriptors(what: str) -> OutOfDescriptors:
         found=f"a limit of {limit}, or the host's, reached",
         remedy="raise `ulimit -n`, or close what this process does not need",
     )
+
+
+@contextmanager
+def naming_descriptors(what: str) -> Iterator[None]:
+    """Around what opens files: that no more may be opened is an error of our own."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise out_of_descriptors(what) from error
+        raise
 
 
 def _unpacked(rights: bytes) -> list[int]:

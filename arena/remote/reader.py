@@ -11,18 +11,16 @@ import contextlib
 import os
 import pickle
 import time
-import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 from arena import layout
-from arena.assembly import Assembly
-from arena.codec import decoder_of, read_table
-from arena.config import check_rank, check_timeout
+from arena.assembly import TABLE_SLACK_BYTES, Assembly
+from arena.codec import decode_failed, decoder_of, read_table
+from arena.config import check_device, check_rank, check_timeout
 from arena.errors import (
     ArenaError,
     AttachRefused,
     CorruptFrame,
-    DecodeFailed,
     HandleMismatch,
     PeerDied,
     QueueClosed,
@@ -41,7 +39,6 @@ from arena.wait import deadline_after
 if TYPE_CHECKING:
     import torch
 
-_TABLE_SLACK_BYTES: Final = 1 << 30
 _NOTE_NS: Final = 250_000_000  # how often a reader that waits, or beats, says so
 _TRIES: Final = 3  # so often a connection may fail before it is said to be hopeless
 _loads = pickle.loads
@@ -84,8 +81,8 @@ class RemoteReader(MessageQueue):
         self._pending_chunk: wire.Chunk | None = None  # whose bytes are the next thing to be received
         self._ready = self._gone = False
         self._published = self._taken = self._acked = self._waited_ns = self._noted_ns = 0
-        self._assembly = Assembly(handle.max_message_bytes + _TABLE_SLACK_BYTES)
-        self._inlet = Inlet(handle.max_message_bytes + _TABLE_SLACK_BYTES)
+        self._assembly = Assembly(handle.max_message_bytes + TABLE_SLACK_BYTES)
+        self._inlet = Inlet(handle.max_message_bytes + TABLE_SLACK_BYTES)
         geometry = handle.geometry
         self._link = Link(handle.remote, geometry.slot_bytes + 8 * geometry.max_holds)
         self._heard_ns = _monotonic_ns()
@@ -374,13 +371,7 @@ class RemoteReader(MessageQueue):
         except ArenaError:
             raise
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)
-            raise DecodeFailed(
-                f"a message of queue {self.name!r} could not be unpickled",
-                expected="types that this process can import and build",
-                found=f"{type(error).__name__}: {error}",
-                remedy="the message is consumed; make its types importable here",
-            ) from error
+            raise decode_failed(self.name, error) from error
 
     def _decode(self, arrived: Arrived) -> Any:
         frame, buffers = arrived.frame, arrived.buffers
@@ -407,12 +398,10 @@ class RemoteReader(MessageQueue):
 
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
     def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
-        import torch
-
         from arena.transfer import Mover, map_tensors
 
         self._refuse_forked()
-        return map_tensors(message, Mover(torch.device(device), stream, None, contextlib.nullcontext))
+        return map_tensors(message, Mover(check_device(device), stream, None, contextlib.nullcontext))
 
     def broadcast_object(self, obj: object = None) -> Any:
         return self.dequeue()
