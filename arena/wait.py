@@ -26,6 +26,7 @@ FIRST_POLLS: Final = 16
 POLLS_A_LOOK: Final = 8
 MIN_BUDGET_NS: Final = 50_000
 MAX_BUDGET_NS: Final = 1_000_000
+BUSY_GAP_NS: Final = 50_000  # gaps shorter than this follow each other without a pause
 CROWDED_BUDGET_NS: Final = 300_000
 LONG_GAP_NS: Final = 500_000  # gaps longer than this are slept through
 GAP_CAP_NS: Final = 4_000_000  # one pause must not hide for long that steps are short again
@@ -78,7 +79,7 @@ class Waiter:
         crowded = processes > usable_cores()
         self._busy_polls = 0 if crowded else BUSY_POLLS
         self._max_budget_ns = CROWDED_BUDGET_NS if crowded else MAX_BUDGET_NS
-        self._expected_ns = 0  # the recent gaps, as an average that forgets quickly
+        self._expected_ns = GAP_CAP_NS  # the recent gaps, as an average that forgets quickly; at first no bet
         self._spun_ns = 0  # how long the spin before a park took
         self.min_budget_ns = MIN_BUDGET_NS  # polled for at least, whatever the gaps: for whoever knows that it pays
         self.ended_ns = 0  # when the last wait was over
@@ -183,7 +184,13 @@ class Waiter:
         self._expected_ns = (3 * self._expected_ns + min(waited_ns, GAP_CAP_NS)) >> 2
 
     def _budget_ns(self) -> int:
-        """How long to poll before sleeping: a few of the recent gaps, if these are short enough to bet on."""
+        """How long to poll before sleeping: a few of the recent gaps, if these are short enough to bet on.
+
+        Where messages follow each other without a pause, one that is late is late by an interrupt or a moment without
+        its core, which is over sooner than a sleep and a wake-up.
+        """
         if self._expected_ns > LONG_GAP_NS:
             return self.min_budget_ns
+        if self._expected_ns < BUSY_GAP_NS and self._busy_polls:
+            return self._max_budget_ns
         return max(self.min_budget_ns, min(3 * self._expected_ns, self._max_budget_ns))

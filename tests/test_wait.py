@@ -151,6 +151,18 @@ def test_polling_lasts_longer_than_the_gaps_that_were_seen(waiter, place, gap_us
     assert budget_of(waiter, place) >= 2 * gap_us * US
 
 
+@pytest.mark.parametrize(("cores", "budget_ns"), [(4, wait.MAX_BUDGET_NS), (1, wait.MIN_BUDGET_NS)])
+def test_between_messages_without_a_pause_an_interrupt_is_waited_out(monkeypatch, place, cores, budget_ns):
+    """Unless somebody else may need the core."""
+    monkeypatch.setattr(wait, "usable_cores", lambda: cores)
+    waiter = Waiter(2)
+    for _ in range(30):
+        place.met_while_polling(waiter, 8 * US)
+    assert budget_ns <= budget_of(waiter, place) <= budget_ns + wait.POLLS_A_LOOK * US
+    assert not place.met_while_polling(waiter, 3600 * S)
+    assert budget_of(waiter, place) <= wait.MIN_BUDGET_NS + wait.POLLS_A_LOOK * US  # once, and no longer
+
+
 @pytest.mark.parametrize("gap_ms", [1, 20, 1000])
 def test_an_engine_that_steps_slowly_is_not_polled_for(waiter, place, gap_ms):
     for _ in range(30):
