@@ -495,12 +495,18 @@ FLEET = Board(
         ),
         Panel(
             "All-reduce, by path",
-            "Does all-reduce take the fast path?",
+            "Do all-reduce, and the other collectives, take the fast path?",
             "nccl or gloo where there was one_shot.",
-            "*All-reduce declined* says why.",
+            "*All-reduce declined* says why; the others decline for the same reasons.",
             View.LINES,
             "ops",
-            (Query("sum by (job, instance, group, path) (rate(arena_allreduce_total{}[]))", "{{group}} {{path}}"),),
+            (
+                Query("sum by (job, instance, group, path) (rate(arena_allreduce_total{}[]))", "{{group}} {{path}}"),
+                Query(
+                    "sum by (job, instance, group, operation, path) (rate(arena_collective_total{}[])) > 0",
+                    "{{group}} {{operation}} {{path}}",
+                ),
+            ),
         ),
         Panel(
             "All-reduce declined, by reason",

@@ -201,8 +201,6 @@ def test_every_metric_can_be_seen_somewhere():
         "pin_seconds_total",
         "segment_pinned_bytes",
         "spin_seconds_total",
-        # the rarer collectives: all-reduce's panels show the same paths
-        "collective_total",
         # said better by others on the same dashboard
         "allreduce_bytes_total",
         "blocks_in_gate",
