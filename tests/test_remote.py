@@ -247,19 +247,50 @@ def test_after_the_writers_death_remote_readers_get_what_was_published(fleet):
     assert caught.value.pid == writer.pid
 
 
-def test_when_the_forwarder_dies_both_ends_hear_of_it(fleet):
-    with remotes.make(2, remote=RemoteConfig("127.0.0.1", timeout_s=0.5)) as queue:
+def test_when_the_forwarder_is_killed_both_ends_hear_of_it_and_another_takes_its_place(fleet):
+    warnings: list[str] = []
+    remote = RemoteConfig("127.0.0.1", timeout_s=20.0)
+    with MessageQueue(2, config=QueueConfig(slots=8), remote=remote, on_warning=warnings.append) as queue:
         (near,) = fleet.readers(queue, 0)
         (far,) = remotes.readers_afar(fleet, queue.export_handle(), 1)
-        forwarder = remotes.forwarder_of(queue)
-        os.kill(forwarder, 9)
-        with pytest.raises(PeerDied, match=f"with the forwarder \\(pid {forwarder}\\)"):
-            for number in range(1000):
-                queue.enqueue(number, timeout=30)
+        for time_ in range(2):
+            first, forwarder = queue.statistics().published, remotes.forwarder_of(queue)
+            queue.enqueue(first, timeout=30)
+            assert far.call(dequeue) == first
+            waiting = far.begin(dequeue, None)
+            os.kill(forwarder, 9)
+            with pytest.raises(PeerDied, match=f"with the forwarder \\(pid {forwarder}\\)") as caught:
+                for number in range(first + 1, first + 1000):
+                    queue.enqueue(number, timeout=30)
+                    time.sleep(0.005)
+                    near.call(dequeue)
+            assert caught.value.rank == 1
+            with pytest.raises(PeerDied, match=r"died with the forwarder .* attach again"):
+                waiting.result()
+            while queue.statistics().lag_by_reader[0]:  # the one beside the writer is unharmed, and misses nothing
                 near.call(dequeue)
-                time.sleep(0.01)
-        with pytest.raises(PeerDied, match="nothing was heard"):
-            far.call(dequeue)
+            eventually(lambda: remotes.forwarder_of(queue) != forwarder)  # noqa: B023 - called at once
+            (far,) = remotes.readers_afar(fleet, queue.export_handle(), 1)
+            queue.enqueue("go on", timeout=30)
+            assert (near.call(dequeue), far.call(dequeue)) == ("go on", "go on")
+            assert len(warnings) == time_ + 1
+            assert f"(pid {forwarder}) ended with -9" in warnings[-1]
+        forwarder = remotes.forwarder_of(queue)
+        far.call(shut_down)
+    eventually(lambda: process_state(forwarder) == "X")
+
+
+def test_a_forwarder_that_ends_again_and_again_is_given_up(run_dir, monkeypatch):
+    monkeypatch.setattr("arena.remote.forwarder._PAUSE_S", 0.001)
+    warnings: list[str] = []
+    with MessageQueue(1, remote="127.0.0.1", on_warning=warnings.append) as queue:
+        while not any("no reader on another host can attach any more" in one for one in warnings):
+            told, forwarder = len(warnings), remotes.forwarder_of(queue)
+            os.kill(forwarder, 9)
+            eventually(lambda: len(warnings) > told)  # noqa: B023 - called at once
+            if "can attach any more" not in warnings[-1]:
+                eventually(lambda: remotes.forwarder_of(queue) != forwarder)  # noqa: B023 - called at once
+        assert len(warnings) == 6
 
 
 # ── closing ──────────────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ class Seat:
     def outgoing(self, sequence: int) -> Outgoing:
         assert self.following <= sequence < self.published, "a frame that is taken is no longer in the ring"
         payload, buffers = self.frames[sequence]
-        out = Outgoing(7, 0, (0, 0, 0), payload)
+        out = Outgoing(7, 0, (0, 0, 0), len(payload))
         out.buffers = [memoryview(buffer) for buffer in buffers]
         out.pack(7, payload)
         return out
@@ -68,6 +68,11 @@ class Network:
         """The connection ends, with what is under way downwards; what a reader has said goes out when it is back."""
         self.down.clear()
         self.connected = False
+
+    def be_replaced(self) -> None:
+        """Another connection is there at once, and nobody has noticed; what was under way either way is lost."""
+        self.down.clear()
+        self.up.clear()
 
     def come_back(self) -> None:
         self.connected = True
@@ -135,6 +140,7 @@ def test_every_frame_comes_once_and_in_order_however_often_the_connection_breaks
         *[network.peer.send_some, network.deliver_down, network.take, network.deliver_up] * 6,
         network.peer.ping,
         *[network.break_off] * chance.choice([0, 1, 3]),
+        *[network.be_replaced] * chance.choice([0, 1, 3]),
         *[network.come_back] * 3,
     ]
     for _ in range(3000):

@@ -20,7 +20,7 @@ from arena.restricted import RestrictedEncoder, decode
 from tests.support import remotes
 from tests.support.fleet import dequeue, drain, eventually
 from tests.support.remotes import Stranger
-from tests.support.wires import Wire
+from tests.support.wires import Harm, Wire, no_harm
 
 
 def refusals(queue: Any) -> dict[str, int]:
@@ -154,7 +154,7 @@ def over(wire_: Wire, queue: MessageQueue) -> Any:
     return replace(handle, remote=replace(handle.remote, endpoint=f"tcp://127.0.0.1:{wire_.port}"))
 
 
-HARMS = {
+HARMS: dict[str, Harm] = {
     "garbled": lambda data: (data[:-1] + bytes([data[-1] ^ 1]), True),
     "repeated": lambda data: (data + data, True),
     "cut short": lambda data: (data[: len(data) // 2], False),
@@ -162,8 +162,9 @@ HARMS = {
 }
 
 
+@pytest.mark.parametrize("way", ["harm", "harm_back"])
 @pytest.mark.parametrize("harm", HARMS)
-def test_whatever_the_wire_does_messages_come_once_in_order_and_intact(fleet, harm):
+def test_whatever_the_wire_does_messages_come_once_in_order_and_intact(fleet, harm, way):
     """CURVE's nonces and authenticators tell; another connection goes on with the first message missing."""
     with (
         remotes.make(1, remote=RemoteConfig("127.0.0.1", timeout_s=60.0), slots=16) as queue,
@@ -171,16 +172,16 @@ def test_whatever_the_wire_does_messages_come_once_in_order_and_intact(fleet, ha
     ):
         (far,) = remotes.readers_afar(fleet, over(bad, queue), 0)
         chance = random.Random(7)
-        broken = 0
+        broken, often = 0, 0.1 if way == "harm" else 0.3
 
         def sometimes(data: bytes) -> tuple[bytes, bool]:
             nonlocal broken
-            if broken < 4 and chance.random() < 0.1:
+            if broken < 4 and chance.random() < often:
                 broken += 1
                 return HARMS[harm](data)
             return data, True
 
-        bad.harm = sometimes
+        setattr(bad, way, sometimes)
         taking = far.begin(checked, 60)
         for number in range(60):
             queue.enqueue(torch.full((1 + number * 2_000,), number), timeout=60)
@@ -197,6 +198,34 @@ def checked(here: Any, count: int) -> list[int]:
         assert len(tensor) == 1 + int(tensor[0]) * 2_000
         numbers.append(int(tensor[0]))
     return numbers
+
+
+@pytest.mark.parametrize("harm", ["garbled", "replaced"])
+def test_a_connection_that_was_tampered_with_is_made_anew_though_its_reader_is_in_no_call(fleet, harm):
+    """zmq gives such a one up: nobody would ever send on it, or hear, until the next `dequeue`."""
+    with (
+        remotes.make(1, remote=RemoteConfig("127.0.0.1", timeout_s=30.0), slots=8) as queue,
+        Wire(remotes.port_of(queue.export_handle())) as bad,
+    ):
+        (far,) = remotes.readers_afar(fleet, over(bad, queue), 0)
+        before = bad.connections
+        bad.harm = once(bad, HARMS[harm])
+        queue.enqueue(bytes(3000), timeout=30)
+        eventually(lambda: bad.connections > before, within=15)  # before a heartbeat that is missed would end it
+        assert far.call(drain, 1) == [bytes(3000)]
+        eventually(lambda: queue.statistics().lag_by_reader == {0: 0})
+
+
+def once(wire_: Wire, harm: Harm) -> Harm:
+    """A harm that comes a single time, to a message; not every byte of a hand-shake means something."""
+
+    def harmed(data: bytes) -> tuple[bytes, bool]:
+        if len(data) < 2000:
+            return data, True
+        wire_.harm = no_harm
+        return harm(data)
+
+    return harmed
 
 
 def test_a_reader_that_works_while_its_connection_breaks_finds_everything_when_it_is_back(fleet):

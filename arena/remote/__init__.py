@@ -14,7 +14,11 @@ behind seconds of payload. A reader grants a window of bytes, and what it has re
 
 *Never skipped, never twice.* Frames carry their sequence and an *epoch*. A connection keeps order, so whoever misses
 something notices at the next message, a ping if no other; the epoch ends, and the next begins with the first frame that
-was not taken. Of the last epoch nothing counts any more.
+was not taken. Of the last epoch nothing counts any more. What a reader asked for may be lost with its connection too:
+it asks again whenever it hears that more was sent.
+
+*What is said back.* A reader says what it took when that frees much, and else a few milliseconds later with what it
+took by then: a message in the other direction wakes as many threads as the one it answers, on the way of the next.
 
 *Who lives.* libzmq's own threads answer heartbeats, without the GIL: a reader that computes for minutes is alive, one
 that is stopped, dead or beyond a broken link is not. A link that heals in time (`RemoteConfig.timeout_s`) is nobody's

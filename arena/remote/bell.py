@@ -28,8 +28,8 @@ class Bell(Futex):
 
     def wake(self) -> None:
         """Everybody."""
-        self._futex.wake()
         try:
-            os.eventfd_write(self.fd, 1)
+            os.eventfd_write(self.fd, 1)  # first: it has the longer way
         except OSError:  # rung as often as it can count, and nobody came: whoever does sees that it was
             pass
+        self._futex.wake()

@@ -1,4 +1,10 @@
-"""The writer's side of its forwarder: starts the process, learns where it listens, counts what it refuses."""
+"""The writer's side of its forwarder: starts the process, learns where it listens, counts what it refuses.
+
+Should the process be killed, its seats are lost with it: its readers are dead, as both ends hear, and those beside the
+writer go on. Another takes its place, at the same address and with the same keys, so the handle stays good: whoever
+attaches with it again goes on from there. To resume in place would take over a seat from a process that may have died
+between any two of its stores, and gain nothing but the messages of one ring.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +16,23 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from typing import IO, Any, Final
 
 from arena.config import RemoteConfig, split_address
-from arena.errors import InvalidArgument, QueueTimeout, SetUpFailed
+from arena.errors import ArenaError, InvalidArgument, QueueTimeout, SetUpFailed
 from arena.extras import require
+from arena.held import HeldLock
 from arena.message_queue import Warn
 from arena.peers import Handle, RemoteAddress
 from arena.probe import REFUSALS, Probe
 
 _START_S: Final = 60.0
+_TRIES: Final = 5  # so many in a row that do not live for
+_LONG_S: Final = 60.0
+_PAUSE_S: Final = 0.1  # before the first of them; before the next ones twice as long each
+_MOST_REFUSED: Final = 1 << 32  # between two reports
 _PROGRAM: Final = """
 import json, sys
 sys.path[:] = json.loads(sys.stdin.buffer.readline())
@@ -38,7 +50,7 @@ class Forwarder:
         config: where to listen.
         bell: what the writer rings, see `arena.remote.bell`.
         probe: the writer's page.
-        warn: gets one sentence if the process ends before its time.
+        warn: gets one sentence if the process ends before its time, and whether another takes its place.
 
     Raises:
         InvalidArgument: nothing can be bound there.
@@ -50,11 +62,15 @@ class Forwarder:
         zmq = require("zmq")
         self._name, self._probe, self._warn = handle.name, probe, warn
         self._stopped = False
+        self._lock = HeldLock()
+        self._tries, self._began_s = 0, time.monotonic()
         host, port = _resolved(config)
         server_key, server_secret = (key.decode() for key in zmq.curve_keypair())
         client_key, client_secret = (key.decode() for key in zmq.curve_keypair())
-        bound = RemoteConfig(f"{_bracketed(host)}:{port}", config.connect or config.bind, *_rest(config))
-        self._process = self._start(pickle.dumps((handle, bound, bell, (server_secret, client_key))), bell)
+        connect, rest = config.connect or config.bind, _rest(config)
+        self._handle, self._bell, self._keys = handle, bell, (server_secret, client_key)
+        self._config = RemoteConfig(f"{_bracketed(host)}:{port}", connect, *rest)
+        self._process = self._start(first=True)
         _forwarders.add(self)
         try:
             found = self._answer()
@@ -63,6 +79,7 @@ class Forwarder:
             self._close()
             self._process.wait()
             raise
+        self._config = RemoteConfig(f"{_bracketed(host)}:{found}", connect, *rest)
         self.address = RemoteAddress(
             endpoint=_endpoint(config, found),
             server_key=server_key,
@@ -77,17 +94,19 @@ class Forwarder:
     def stop(self) -> None:
         """The queue is closed: it ends once its readers have what was published."""
         self._stopped = True
-        self._close_input()
+        with self._lock:
+            self._close_input()
 
     def abandon(self) -> None:
         """In a forked child: an input that we keep open would keep it from seeing the writer's end."""
         self._close()
 
-    def _start(self, orders: bytes, bell: int) -> subprocess.Popen[bytes]:
+    def _start(self, *, first: bool) -> subprocess.Popen[bytes]:
+        orders = pickle.dumps((self._handle, self._config, self._bell, self._keys, first))
         path = json.dumps([os.path.abspath(entry or os.curdir) for entry in sys.path]).encode()
         # Unbuffered: a buffer's lock would be held by our thread at a fork, and never given back in the child.
         command, pipe = [sys.executable, "-c", _PROGRAM], subprocess.PIPE
-        process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, pass_fds=[bell])
+        process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, pass_fds=[self._bell])
         try:
             os.write(_pipe(process.stdin).fileno(), path + b"\n" + orders)
         except OSError:  # it has ended already: its answer, or the lack of one, tells
@@ -103,31 +122,53 @@ class Forwarder:
                 f"the forwarder of queue {self._name!r} did not come up", expected=f"an answer within {_START_S} s"
             )
         line = output.readline()
-        answer = json.loads(line) if line else {}
-        if "port" not in answer:
+        answer = _said(line)
+        port = answer.get("port")
+        if type(port) is not int or not 0 < port < 1 << 16:
+            ended = f"one that said {line[:80]!r}" if line else "one that ended; its error output says why"
             raise SetUpFailed(
                 f"the forwarder of queue {self._name!r} did not come up",
                 expected="a process that listens",
-                found=str(answer.get("failed", "one that ended; its error output says why")),
+                found=str(answer.get("failed", ended)),
                 remedy="see that the address is one of this host's and the port is free",
             )
-        return int(answer["port"])
+        return port
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────
     def _listen(self) -> None:
-        for line in _pipe(self._process.stdout):
-            self._count(json.loads(line).get("refused", {}))
-        status = self._process.wait()
-        if not self._stopped:
-            self._warn(
-                f"the forwarder of queue {self._name!r} (pid {self._process.pid}) ended with {status}: "
-                "no reader on another host can attach any more"
-            )
+        while True:
+            for line in _pipe(self._process.stdout):
+                self._count(_said(line).get("refused"))
+            status = self._process.wait()
+            if self._stopped or not self._start_another(status):
+                return
 
-    def _count(self, refused: dict[str, int]) -> None:
-        if self._probe is not None:
+    def _start_another(self, status: int) -> bool:
+        """In the place of one that has ended with this status; False if that is no use."""
+        ended = f"the forwarder of queue {self._name!r} (pid {self._process.pid}) ended with {status}: "
+        lived_s = time.monotonic() - self._began_s
+        self._tries = 1 if lived_s > _LONG_S else self._tries + 1
+        if self._tries > _TRIES:
+            self._warn(f"{ended}no reader on another host can attach any more")
+            return False
+        self._warn(f"{ended}its readers are dead; another takes its place, and they may attach again")
+        time.sleep(_PAUSE_S * 2 ** (self._tries - 1))
+        try:
+            with self._lock:
+                if self._stopped:
+                    return False
+                self._close()
+                self._began_s = time.monotonic()
+                self._process = self._start(first=False)
+            self._answer()
+        except (OSError, ValueError, ArenaError):  # an end like any other, unless the queue's
+            self._process.kill()
+        return True
+
+    def _count(self, refused: object) -> None:
+        if self._probe is not None and isinstance(refused, dict):
             for reason, count in refused.items():
-                if reason in REFUSALS:
+                if reason in REFUSALS and type(count) is int and 0 < count < _MOST_REFUSED:
                     word = self._probe.word("remote_refused_total", reason)
                     self._probe.count(word, count)
                     self._probe.show(word)
@@ -141,6 +182,15 @@ class Forwarder:
     def _close(self) -> None:
         self._close_input()
         _pipe(self._process.stdout).close()
+
+
+def _said(line: bytes) -> dict[str, Any]:
+    """A line of its; nothing, where something else in that process wrote to its output."""
+    try:
+        said = json.loads(line)
+    except (RecursionError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:

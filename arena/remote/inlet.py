@@ -1,9 +1,9 @@
 """What a remote reader receives, put together: a pure machine, fed with messages, that knows no socket.
 
 In one epoch frames come in order, each followed by the chunks of its buffers. Whatever does not continue what is there
-means that something was lost, and is answered by asking for the first frame that is missing, once an epoch. A frame
-that is there already, sent again because nobody knew, is dropped. So the frames that leave here have every sequence
-once and in order, whatever the network does.
+means that something was lost, and is answered by asking for the first frame that is missing: once an epoch for what
+comes amiss, and whenever the forwarder says that it has sent more. A frame that is there already, sent again because
+nobody knew, is dropped. So the frames that leave here have every sequence once and in order, whatever the network does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arrived:
 
 
 class Inlet:
-    """What has come, and what is missing. Each method that is fed returns False once for a gap: ask for `expected`.
+    """What has come, and what is missing. Each method that is fed returns False for a gap: ask for `expected`.
 
     Args:
         max_bytes: no frame brings more.
@@ -105,8 +105,11 @@ class Inlet:
         return True
 
     def on_progress(self, epoch: int, sent: int) -> bool:
-        """The forwarder says how many bytes of this epoch it has sent: all of them come before this does."""
-        return not self._counts(epoch) or sent == self.received or self._missed()
+        """The forwarder says how many bytes of this epoch it has sent: all of them come before this does.
+
+        Asks each time: what was asked for may have been lost with its connection, and asking twice does no harm.
+        """
+        return not self._counts(epoch) or sent == self.received
 
     def _counts(self, epoch: int) -> bool:
         """Whether a message counts; with a new epoch, what had come in part counts no longer."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from arena.errors import HandleMismatch
 from arena.extras import require
+from arena.held import HeldLock
 from arena.peers import RemoteAddress
 from arena.remote.wire import CHUNK_BYTES
 
 if TYPE_CHECKING:
     import zmq
 
+_NOBLOCK: Final = 1  # as zmq has it; its own is an enum, which costs with every call
 _SLACK_BYTES: Final = 1 << 20
 _LINGER_MS: Final = 1000
 _RECONNECT_MS: Final = 50
@@ -64,27 +66,55 @@ class Link:
         watched = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         watched |= zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_DISCONNECTED
         self._monitor: Any = self._socket.get_monitor_socket(watched)
+        self.news_fd = int(self._monitor.getsockopt(zmq.FD))  # readable when `failures` has something to tell
+        self._events, self._pollin = zmq.EVENTS, int(zmq.POLLIN)
+        self._receive: Any = self._socket.recv
+        self._send: Any = self._socket.send
+        self._poll = select.poll()
+        for fd in (self._socket.getsockopt(zmq.FD), self._wake, self.news_fd):
+            self._poll.register(fd, select.POLLIN)
         self._endpoint = address.endpoint
         self._broken_ns = 0  # since when the connection is, unless zmq has begun to make another
         self._socket.connect(address.endpoint)
+        self.failures()  # before its first look nobody is told
 
     def send(self, message: bytes) -> None:
-        """Queue a message; what is sent while the connection is down goes out once it is back."""
-        self._socket.send(message)
+        """Queue a message, without ever waiting; while the connection is down it goes out once that is back.
 
-    def receive(self) -> zmq.Frame | None:
-        """The next frame that is here; None if there is none."""
+        It may be lost with its connection: whoever sends says it again.
+        """
         try:
-            return self._socket.recv(self._zmq.NOBLOCK, copy=False)  # type: ignore[no-any-return]
+            self._send(message, _NOBLOCK)
+        except self._zmq.Again:  # zmq has given the connection up: the next one is ours to make, see `_connect_again`
+            self._connect_again()
+            try:
+                self._send(message, _NOBLOCK)
+            except self._zmq.Again:  # and that one too, at once
+                self._broken_ns = time.monotonic_ns()
+
+    def receive(self, in_place: bool = False) -> bytes | zmq.Frame | None:
+        """The next part of a message that is here; None if there is none.
+
+        Args:
+            in_place: leave its bytes where zmq has them, which pays for large ones.
+        """
+        try:
+            return self._receive(_NOBLOCK, not in_place)  # type: ignore[no-any-return]
         except self._zmq.Again:
             return None
 
     def wait(self, timeout_ms: int) -> None:
         """Until something has come, `wake` was called, or the time is over."""
-        wanted = [(one, self._zmq.POLLIN) for one in (self._socket, self._wake, self._monitor)]
-        for ready, _ in self._zmq.zmq_poll(wanted, timeout_ms):
-            if ready == self._wake:
+        if self._socket.getsockopt(self._events) & self._pollin:  # zmq tells of that once
+            return
+        for fd, _ in self._poll.poll(timeout_ms):
+            if fd == self._wake:
                 os.eventfd_read(self._wake)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection is, as far as the last call of `failures` knows, and nobody makes another yet."""
+        return self._broken_ns != 0
 
     def wake(self) -> None:
         """End a `wait` under way, or the next one. From any thread."""
@@ -98,7 +128,7 @@ class Link:
         zmq, found = self._zmq, []
         names = {zmq.EVENT_CONNECT_RETRIED: "refused", zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "hung_up"}
         names[zmq.EVENT_DISCONNECTED] = "broken"
-        while self._monitor.poll(0):
+        while self._monitor.getsockopt(self._events) & self._pollin:
             from zmq.utils.monitor import recv_monitor_message
 
             found.append(names.get(recv_monitor_message(self._monitor)["event"], "key"))
@@ -109,7 +139,10 @@ class Link:
         return found
 
     def _connect_again(self) -> None:
-        """zmq makes a connection that broke anew, but not one on which something else than its peer's words came."""
+        """zmq makes a connection that broke anew, but not one on which something else than its peer's words came.
+
+        Such a one is gone with all that was to be sent, and a send would wait for ever for another.
+        """
         self._broken_ns = 0
         try:
             self._socket.disconnect(self._endpoint)
@@ -139,7 +172,7 @@ def _resolve(endpoint: str) -> None:
 
 
 _contexts: dict[int, Any] = {}
-_making = threading.Lock()
+_making = HeldLock()
 
 
 def _context() -> Any:
@@ -153,7 +186,7 @@ def _context() -> Any:
 
 def _after_fork() -> None:
     global _making  # noqa: PLW0603 - another thread may have had it at the fork
-    _making = threading.Lock()
+    _making = HeldLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -19,9 +19,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is for the writer, whose end is ours
     parent = os.getppid()
     orders: BinaryIO = sys.stdin.buffer
-    handle, config, bell, keys = pickle.load(orders)
+    handle, config, bell, keys, first = pickle.load(orders)
     try:
-        server = Server(handle, config, bell, keys, _Writer(parent), _report)
+        server = Server(handle, config, bell, keys, _Writer(parent), _report, first=first)
     except Exception as error:
         _say({"failed": str(error)})
         return

@@ -11,6 +11,7 @@ import contextlib
 import os
 import pickle
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from arena import layout
@@ -32,6 +33,7 @@ from arena.peers import Handle
 from arena.probe import hooks
 from arena.remote import wire
 from arena.remote.inlet import Arrived, Inlet
+from arena.remote.keeper import Keeper
 from arena.remote.link import Link
 from arena.state import Endpoint, move
 from arena.wait import deadline_after
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 _NOTE_NS: Final = 250_000_000  # how often a reader that waits, or beats, says so
+_LATE_NS: Final = 2_000_000  # how long what was taken goes unsaid in a wait; outside, the keeper says it
+_NOTHING: Final = -1  # no frame: not even that none has been taken
 _TRIES: Final = 3  # so often a connection may fail before it is said to be hopeless
 _loads = pickle.loads
 _monotonic_ns = time.monotonic_ns
@@ -51,6 +55,7 @@ class RemoteReader(MessageQueue):
     __slots__ = (
         "_acked",
         "_assembly",
+        "_batch",
         "_decode_table",
         "_end",
         "_errors",
@@ -58,11 +63,14 @@ class RemoteReader(MessageQueue):
         "_handle",
         "_heard_ns",
         "_inlet",
+        "_keeper",
         "_link",
+        "_listened_ns",
         "_noted_ns",
         "_pending_chunk",
         "_published",
         "_ready",
+        "_said",
         "_taken",
         "_trace",
         "_waited_ns",
@@ -80,18 +88,21 @@ class RemoteReader(MessageQueue):
         self._end: tuple[int, ArenaError] | None = None  # what comes after the frame before this one: nothing, and why
         self._pending_chunk: wire.Chunk | None = None  # whose bytes are the next thing to be received
         self._ready = self._gone = False
-        self._published = self._taken = self._acked = self._waited_ns = self._noted_ns = 0
+        self._published = self._taken = self._said = self._acked = self._waited_ns = self._noted_ns = 0
         self._assembly = Assembly(handle.max_message_bytes + TABLE_SLACK_BYTES)
         self._inlet = Inlet(handle.max_message_bytes + TABLE_SLACK_BYTES)
         geometry = handle.geometry
+        self._batch = max(1, geometry.slots // 4)  # so many frames are never taken without a word
         self._link = Link(handle.remote, geometry.slot_bytes + 8 * geometry.max_holds)
-        self._heard_ns = _monotonic_ns()
+        self._heard_ns = self._listened_ns = _monotonic_ns()
         try:
             self._greet(check_timeout(timeout))
         except BaseException:
             self._link.close()
             raise
         self._state = move(self._state, "attach")
+        self._keeper = Keeper(self.name, self._link.news_fd, weakref.WeakMethod(self._see_to))
+        weakref.finalize(self, self._keeper.stop).atexit = False
 
     # ── setting up ───────────────────────────────────────────────────────────────────────────────
     def _greet(self, timeout_s: float | None) -> None:
@@ -106,8 +117,8 @@ class RemoteReader(MessageQueue):
                 self._link.send(hello)
                 asked_ns = now_ns
             self._link.wait(100)
-            while (frame := self._link.receive()) is not None:
-                if self._is_answer(frame.bytes):
+            while isinstance(message := self._link.receive(), bytes):
+                if self._is_answer(message):
                     return
             failures += self._link.failures()
             self._refuse_to_go_on(failures)
@@ -127,7 +138,10 @@ class RemoteReader(MessageQueue):
 
     def _is_answer(self, message: bytes) -> bool:
         if message[:1] == wire.REFUSED:
-            raise self._refusal(wire.unpack_json(message))
+            try:
+                raise self._refusal(wire.unpack_json(message))
+            except wire.Malformed as error:
+                raise self._none_of_ours(error) from None
         return message[:1] == wire.WELCOME
 
     def _refusal(self, answer: dict[str, Any]) -> ArenaError:
@@ -173,9 +187,7 @@ class RemoteReader(MessageQueue):
             if self._attention or self._busy or timeout is not None:
                 deadline_ns = self._prepare(timeout)
             self._busy = True
-            obj, complete = None, False
-            while not complete:
-                complete, obj = self._take(self._next(deadline_ns))
+            obj = self._message(deadline_ns)
         except BaseException as error:
             self._leave(error)
             raise
@@ -183,6 +195,13 @@ class RemoteReader(MessageQueue):
         if self._closing:
             self._finish()
         self._release()
+        return obj
+
+    def _message(self, deadline_ns: int | None) -> Any:
+        """The loop is in a function of its own: see `_new_lock`."""
+        obj, complete = None, False
+        while not complete:
+            complete, obj = self._take(self._next(deadline_ns))
         return obj
 
     def _prepare(self, timeout: float | None) -> int | None:
@@ -217,27 +236,38 @@ class RemoteReader(MessageQueue):
                 self._assembly.drop()
             self._taken = frame.sequence + 1
             self._inlet.complete.popleft()
-            self._tell(wire.STATE_WORKING)
+            self._owe(arrived)
         if complete and any(frame.trace):
             self._trace = frame.trace
             self._attention = True
             hooks.inside.set((frame.trace, self.rank))
         return complete, obj
 
+    def _owe(self, arrived: Arrived) -> None:
+        """Say what was taken: at once where it frees much, else a little later, with what is taken by then."""
+        if arrived.buffers or self._taken - self._said >= self._batch:
+            self._tell(wire.STATE_WORKING)
+        elif not self._keeper.awake:
+            self._keeper.rouse()
+
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
     def _receive_all(self, *, ahead: bool = False) -> None:
         """Take what is here until a frame is whole, or, `ahead` of what was asked for, until nothing is left."""
-        while (ahead or not self._inlet.complete) and (frame := self._link.receive()) is not None:
+        complete, receive = self._inlet.complete, self._link.receive
+        while (ahead or not complete) and (message := receive(self._pending_chunk is not None)) is not None:
             self._heard_ns = _monotonic_ns()
             try:
-                self._feed(frame.buffer)
+                self._feed(memoryview(message) if isinstance(message, bytes) else message.buffer)
             except wire.Malformed as error:
-                raise CorruptFrame(
-                    f"the forwarder of queue {self.name!r} sent what is none of its messages",
-                    expected=f"Arena's remote protocol {wire.REMOTE_PROTOCOL}",
-                    found=str(error),
-                    remedy="run the same Arena version on every host",
-                ) from None
+                raise self._none_of_ours(error) from None
+
+    def _none_of_ours(self, error: wire.Malformed) -> CorruptFrame:
+        return CorruptFrame(
+            f"the forwarder of queue {self.name!r} sent what is none of its messages",
+            expected=f"Arena's remote protocol {wire.REMOTE_PROTOCOL}",
+            found=str(error),
+            remedy="run the same Arena version on every host",
+        )
 
     def _feed(self, message: memoryview) -> None:
         inlet, chunk = self._inlet, self._pending_chunk
@@ -300,7 +330,7 @@ class RemoteReader(MessageQueue):
     def _tell(self, state: int) -> None:
         """Say how far we have come."""
         inlet = self._inlet
-        self._acked = inlet.received
+        self._acked, self._said = inlet.received, self._taken
         self._noted_ns = _monotonic_ns()
         taken = wire.Taken(state, inlet.epoch, self._taken, inlet.received, self._waited_ns)
         self._link.send(wire.pack_taken(taken))
@@ -310,12 +340,19 @@ class RemoteReader(MessageQueue):
         """Until a frame is whole."""
         began_ns = now_ns = _monotonic_ns()
         self._state = Endpoint.WAITING
-        if now_ns - self._noted_ns > _NOTE_NS:
+        if now_ns - self._listened_ns > _NOTE_NS:
             self._heard_ns = now_ns  # we have not been listening
         try:
             while True:
+                owed = self._said != self._taken
+                if owed and now_ns - began_ns >= _LATE_NS:
+                    self._tell(wire.STATE_WAITING)
+                    owed = False
                 self._look(now_ns)
-                sleep_ns = _NOTE_NS if deadline_ns is None else min(_NOTE_NS, deadline_ns - now_ns)
+                sleep_ns = _LATE_NS if owed else _NOTE_NS
+                if deadline_ns is not None:
+                    sleep_ns = min(sleep_ns, deadline_ns - now_ns)
+                wakes_ns = now_ns + sleep_ns
                 self._link.wait(max(0, -(-sleep_ns // 1_000_000)))
                 self._receive_all()
                 now_ns = _monotonic_ns()
@@ -323,8 +360,11 @@ class RemoteReader(MessageQueue):
                     return
                 if deadline_ns is not None and now_ns >= deadline_ns:
                     raise self._timed_out()
+                # A time in which we did not run, suspended or stopped, is nobody's silence.
+                self._heard_ns = min(now_ns, self._heard_ns + max(0, now_ns - wakes_ns))
         finally:
-            self._waited_ns += _monotonic_ns() - began_ns
+            self._listened_ns = _monotonic_ns()
+            self._waited_ns += self._listened_ns - began_ns
             if self._state is Endpoint.WAITING:
                 self._state = move(self._state, "proceed")
 
@@ -336,7 +376,9 @@ class RemoteReader(MessageQueue):
             self._assembly.drop()
             self._say_goodbye()
             raise self._end[1].with_traceback(None)
-        self._link.failures()
+        self._mend()
+        if self._link.broken and not self._keeper.awake:
+            self._keeper.rouse()  # we may be gone before it can be mended
         assert self._handle.remote is not None
         silent_s = (now_ns - self._heard_ns) / 1e9
         if silent_s > self._handle.remote.timeout_s:
@@ -351,6 +393,26 @@ class RemoteReader(MessageQueue):
             self._look(now_ns)
         if now_ns - self._noted_ns >= _NOTE_NS:
             self._tell(wire.STATE_WAITING)
+
+    def _see_to(self) -> bool:
+        """For the keeper: do what is to be done while nobody is in a call; whether there is, or was, something."""
+        if not self._acquire(False):
+            return self._said != self._taken or self._link.broken
+        try:
+            if self._state in (Endpoint.CLOSED, Endpoint.FORKED):
+                return False
+            self._mend()
+            owed = self._said != self._taken
+            if owed and not self._link.broken:
+                self._tell(wire.STATE_WORKING)
+            return owed or self._link.broken
+        finally:
+            self._release()
+
+    def _mend(self) -> None:
+        """See to the connection; what was said last may be lost with one that broke."""
+        if self._link.failures():
+            self._said = _NOTHING
 
     def _give_up(self, error: ArenaError) -> None:
         """Whatever comes later, this reader is dead: to take more could skip what the writer sent meanwhile."""
@@ -397,11 +459,13 @@ class RemoteReader(MessageQueue):
         return self._decode_table(table, dict(zip(holds, buffers, strict=True)), views)
 
     # ── the rest of the face ─────────────────────────────────────────────────────────────────────
-    def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
-        from arena.transfer import Mover, map_tensors
+    def to_device(
+        self, message: Any, device: torch.device | str | int, stream: Any = None, *, shard: Any = None
+    ) -> Any:
+        from arena.transfer import Mover
 
         self._refuse_forked()
-        return map_tensors(message, Mover(check_device(device), stream, None, contextlib.nullcontext))
+        return Mover(check_device(device), stream, None, contextlib.nullcontext, shard=shard).message(message)
 
     def broadcast_object(self, obj: object = None) -> Any:
         return self.dequeue()
@@ -420,17 +484,20 @@ class RemoteReader(MessageQueue):
         with self._lock:
             self._refuse_use()
             self._heard_ns = _monotonic_ns()
-            while not self._ready:
-                self._look(_monotonic_ns())
-                if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
-                    raise QueueTimeout(
-                        f"not every reader of queue {self.name!r} has attached",
-                        expected=f"{self._handle.n_reader} readers",
-                        found="fewer; the writer's wait_until_ready names them",
-                        remedy="see whether all workers started and were given the handle",
-                    )
-                self._link.wait(20)
-                self._receive_all(ahead=True)
+            self._await_everyone(deadline_ns)
+
+    def _await_everyone(self, deadline_ns: int | None) -> None:
+        while not self._ready:
+            self._look(_monotonic_ns())
+            if deadline_ns is not None and _monotonic_ns() >= deadline_ns:
+                raise QueueTimeout(
+                    f"not every reader of queue {self.name!r} has attached",
+                    expected=f"{self._handle.n_reader} readers",
+                    found="fewer; the writer's wait_until_ready names them",
+                    remedy="see whether all workers started and were given the handle",
+                )
+            self._link.wait(20)
+            self._receive_all(ahead=True)
 
     def statistics(self) -> Statistics:
         self._refuse_forked()
@@ -461,11 +528,14 @@ class RemoteReader(MessageQueue):
     def _say_goodbye(self) -> None:
         if not self._gone:
             self._gone = True
+            if self._said != self._taken:
+                self._tell(wire.STATE_WORKING)
             self._link.send(wire.BYE)
 
     def _release_everything(self) -> None:
         self._assembly.drop()
         self._say_goodbye()
+        self._keeper.stop()
         self._link.close()
 
     def _count_error(self, error: ArenaError) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -20,9 +21,11 @@ from arena.extras import require
 from arena.peers import Handle
 from arena.remote import wire
 from arena.remote.peer import Peer, Unreachable
-from arena.remote.standin import StandIn
+from arena.remote.standin import Latest, StandIn
+from arena.wait import usable_cores
 
 _HANDSHAKE_MS: Final = 5000
+_SNDMORE: Final = 2  # as zmq has it; its own is an enum, which costs with every call
 _STRANGERS: Final = 64  # so many identities are remembered of readers that are gone
 _SEATING: Final = 32  # so many hand-shakes at a time
 _TICK_S: Final = 0.25
@@ -40,6 +43,7 @@ class Server:
         keys: the forwarder's secret key and the readers' public one, in Z85.
         is_writer_gone: whether the writer's process has ended, or has closed the queue.
         report: called with counts of what was refused, by reason.
+        first: whether it is the queue's first; else there may be readers about that had another.
 
     Raises:
         OSError: nothing can be bound there.
@@ -53,19 +57,30 @@ class Server:
         keys: tuple[str, str],
         is_writer_gone: Callable[[], bool],
         report: Callable[[dict[str, int]], None],
+        *,
+        first: bool = True,
     ) -> None:
         self._zmq = zmq = require("zmq")
         self._handle, self._config, self._bell = handle, config, bell
-        self._is_writer_gone, self._report = is_writer_gone, report
+        self._is_writer_gone, self._report, self._first = is_writer_gone, report, first
         self._client_key = keys[1]
-        self._context = zmq.Context(min(4, max(2, os.cpu_count() or 1)))
+        self._context = zmq.Context(max(1, min(4, usable_cores() // 2)))
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP)
         self._router = self._context.socket(zmq.ROUTER)
         self.port = self._bind(keys[0])
-        self._fd: int = self._router.getsockopt(zmq.FD)
+        self._fds = [int(one.getsockopt(zmq.FD)) for one in (self._router, self._zap, self._monitor)]
+        self._poll = select.poll()
+        for fd in (*self._fds, bell):
+            self._poll.register(fd, select.POLLIN)
+        self._events, self._pollin = zmq.EVENTS, int(zmq.POLLIN)
+        self._send_part = self._router.send
+        self._tick_ms = max(10, int(min(config.timeout_s / 20, _TICK_S) * 1000))
+        self._rung = False
         self._lock = threading.Lock()
         self._peers: dict[bytes, Peer] = {}
+        self._order: tuple[Peer, ...] = ()  # the same, for whoever goes through them
+        self._latest = Latest()
         self._seating: dict[bytes, float] = {}
         self._gone: OrderedDict[bytes, str] = OrderedDict()  # readers that were taken for dead
         self._refused: Counter[str] = Counter()
@@ -106,44 +121,49 @@ class Server:
     def serve(self) -> None:
         """Forward until the queue has ended and no reader is left."""
         try:
+            self._authenticate()  # before its first look at a socket nobody is told
+            self._note_connections()
             while not self._stopping:
-                watched = self._watched()
+                watched = self._order[0].stand_in if self._order else None  # one sleeps for all
                 seen = 0 if watched is None else watched.published
                 self._turn()
                 self._tick()
                 self._sleep(watched, seen)
         finally:
             self._stopping = True
-            for peer in list(self._peers.values()):
+            for peer in self._order:
                 peer.stand_in.shutdown()
             self._context.destroy(linger=1000)
         if self._trouble is not None:
             raise self._trouble
 
-    def _watched(self) -> StandIn | None:
-        """A seat whose reader lives: the writer rings for those that sleep on one."""
-        with self._lock:
-            return next((peer.stand_in for peer in self._peers.values()), None)
-
     def _sleep(self, watched: StandIn | None, seen: int) -> None:
-        """Until something has come over the network, more than `seen` frames are published, or it is time to tick."""
-        zmq = self._zmq
+        """Until something has come over the network, more than `seen` frames are published, or it is time to tick.
+
+        What woke us is seen to by the next turn, as somebody waits for that; the bell is reset when it is over.
+        """
+        if self._rung:
+            self._rung = False
+            os.eventfd_read(self._bell)
         if watched is not None and not watched.park(seen):
             watched.unpark()
             return
         try:
-            tick_ms = max(10, int(min(self._config.timeout_s / 20, _TICK_S) * 1000))
-            wanted = [(one, zmq.POLLIN) for one in (self._fd, self._bell, self._zap, self._monitor)]
-            ready = {one for one, _ in zmq.zmq_poll(wanted, tick_ms)}
+            # zmq tells once of what has come, and may have told whoever sent meanwhile
+            ready = [] if self._has_come(self._router) else self._poll.poll(self._tick_ms)
         finally:
             if watched is not None:
                 watched.unpark()
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
-        if self._zap in ready:
-            self._authenticate()
-        if self._monitor in ready:
-            self._note_connections()
+        for fd, _ in ready:
+            if fd == self._bell:
+                self._rung = True
+            elif fd == self._fds[1]:
+                self._authenticate()
+            elif fd == self._fds[2]:
+                self._note_connections()
+
+    def _has_come(self, socket: Any) -> bool:
+        return bool(socket.getsockopt(self._events) & self._pollin)
 
     def _turn(self) -> None:
         """Send and receive all there is: first what is published, as somebody waits for that.
@@ -156,23 +176,23 @@ class Server:
 
     # ── sending ──────────────────────────────────────────────────────────────────────────────────
     def _post(self, identity: bytes, head: bytes, data: memoryview | None = None) -> None:
-        zmq, router = self._zmq, self._router
+        send = self._send_part
         try:
-            router.send(identity, zmq.SNDMORE)
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
+            send(identity, _SNDMORE)
+        except self._zmq.ZMQError as error:
+            if error.errno == self._zmq.EHOSTUNREACH:
                 raise Unreachable from None
             raise
         if data is None:
-            router.send(head)
+            send(head)
         else:
-            router.send(head, zmq.SNDMORE)
-            router.send(data, copy=False)
+            send(head, _SNDMORE)
+            send(data, copy=False)
 
     def _send(self) -> bool:
         """Everybody in turn, a frame or a chunk each, so that nobody waits for another's large message."""
         any_sent, sent = False, True
-        peers = list(self._peers.values())
+        peers = self._order
         if self._ended is None and peers and peers[0].stand_in.is_closed:
             self._has_ended()
         while sent:
@@ -187,15 +207,13 @@ class Server:
     def _has_ended(self) -> bool:
         """Whether nothing more will be published. Not asked on the way of a message."""
         if self._ended is None:
-            for peer in list(self._peers.values()):
-                self._ended = peer.stand_in.end()
-                break
+            self._ended = self._order[0].stand_in.end() if self._order else None
         return self._ended is not None
 
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
     def _receive(self) -> bool:
         zmq, router, any_received = self._zmq, self._router, False
-        while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while self._has_come(router):
             identity, message, *rest = router.recv_multipart(zmq.NOBLOCK)
             any_received = True
             try:
@@ -211,7 +229,7 @@ class Server:
         if kind == wire.HELLO:
             self._on_hello(identity, message)
         elif peer is None:
-            self._refuse_stranger(identity)
+            self._refuse_stranger(identity, kind)
         elif kind == wire.TAKEN:
             peer.on_taken(wire.unpack_taken(message))
         elif kind == wire.RESUME:
@@ -223,9 +241,14 @@ class Server:
         else:
             raise wire.Malformed(f"a message of kind {kind!r} and {len(message)} bytes")
 
-    def _refuse_stranger(self, identity: bytes) -> None:
+    def _refuse_stranger(self, identity: bytes, kind: bytes) -> None:
         """Somebody we know nothing of, or no longer."""
         text = self._gone.get(identity)
+        if text is None and not self._first and identity not in self._seating and kind in (wire.TAKEN, wire.RESUME):
+            text = (
+                f"this reader of queue {self._handle.name!r} died with the forwarder on the writer's host, which was "
+                "killed; another has taken its place; attach again"
+            )
         if text is not None:
             self._answer(identity, wire.REFUSED, {"kind": "PeerDied", "text": text})
         elif identity not in self._seating:
@@ -240,6 +263,10 @@ class Server:
     # ── who comes ────────────────────────────────────────────────────────────────────────────────
     def _authenticate(self) -> None:
         """ZeroMQ's authentication protocol (RFC 27): only the key that is in the handle gets in."""
+        while self._has_come(self._zap):
+            self._let_in()
+
+    def _let_in(self) -> None:
         request = self._zap.recv_multipart()
         version, number, mechanism = request[0], request[1], request[5]
         key = request[6] if len(request) == 7 else b""
@@ -259,7 +286,7 @@ class Server:
         zmq = self._zmq
         from zmq.utils.monitor import recv_monitor_message
 
-        while self._monitor.poll(0):
+        while self._has_come(self._monitor):
             told = recv_monitor_message(self._monitor)
             event, fd = told["event"], told["value"]
             if event == zmq.EVENT_ACCEPTED:
@@ -308,7 +335,7 @@ class Server:
         found = tuple(hello.get(name) for name in ("magic", "version", "remote", "instance"))
         if found != expected:
             raise HandleMismatch("the reader's handle is for another queue", expected=str(expected), found=str(found))
-        if not hmac.compare_digest(str(hello.get("secret")).encode(), handle.secret.encode()):
+        if not hmac.compare_digest(str(hello.get("secret")).encode(errors="replace"), handle.secret.encode()):
             raise HandleMismatch(
                 "the reader does not know this queue's secret",
                 expected="the secret in the handle",
@@ -325,7 +352,7 @@ class Server:
         """Attach on behalf of a reader, in a thread of its own, and tell it how that went."""
         try:
             self._wait_for_predecessor(rank)
-            stand_in = StandIn(self._handle, rank, where, timeout=30.0)
+            stand_in = StandIn(self._handle, rank, where, self._latest, timeout=30.0)
         except ArenaError as error:
             with self._lock:
                 self._seating.pop(identity, None)
@@ -339,6 +366,7 @@ class Server:
             self._seating.pop(identity, None)
             peer = Peer(identity, stand_in, self._config.window_bytes, self._post)
             self._peers[identity] = peer
+            self._order = tuple(self._peers.values())
             self._welcome(peer)
         os.eventfd_write(self._bell, 1)  # it is to be sent what is there
 
@@ -364,7 +392,7 @@ class Server:
         self._tick_ns = now_ns + min(timeout_ns // 20, int(_TICK_S * 1e9)) // 2
         with self._lock:
             due = now_ns - self._pinged_ns >= timeout_ns // 5
-            for peer in list(self._peers.values()):
+            for peer in self._order:
                 peer.stand_in.copy_out(now_ns)
                 if peer.lost_ns or now_ns < self._probe_until_ns:
                     peer.probe()
@@ -401,3 +429,4 @@ class Server:
 
     def _remove(self, peer: Peer) -> None:
         del self._peers[peer.identity]
+        self._order = tuple(self._peers.values())

@@ -31,10 +31,10 @@ class Outgoing:
 
     __slots__ = ("buffers", "payload_bytes", "sent_ns", "tail", "trace")
 
-    def __init__(self, kind: int, sent_ns: int, trace: tuple[int, int, int], payload: bytes) -> None:
+    def __init__(self, kind: int, sent_ns: int, trace: tuple[int, int, int], payload_bytes: int) -> None:
         self.sent_ns = sent_ns
         self.trace = trace
-        self.payload_bytes = len(payload)
+        self.payload_bytes = payload_bytes
         self.buffers: list[memoryview] = []
         self.tail = b""
 
@@ -44,6 +44,16 @@ class Outgoing:
         self.tail = wire.pack_frame_tail(kind, self.sent_ns, self.trace, sizes, payload)
 
 
+class Latest:
+    """The last frame without blocks that was made ready: the next reader gets the same."""
+
+    __slots__ = ("out", "sequence")
+
+    def __init__(self) -> None:
+        self.sequence = -1
+        self.out: Outgoing | None = None
+
+
 class StandIn(Reader):
     """Attached like any reader, from the forwarder's process. Its `consumed` is what the reader beyond has taken.
 
@@ -51,14 +61,16 @@ class StandIn(Reader):
         handle: of the queue.
         rank: the reader's.
         where: the reader's host:pid.
+        latest: what all of this ring's have in common.
         timeout: seconds that the writer's process may take to answer.
     """
 
-    __slots__ = ("_front", "_kept", "_waited_ns")
+    __slots__ = ("_front", "_kept", "_latest", "_waited_ns")
 
-    def __init__(self, handle: Handle, rank: int, where: str, *, timeout: float | None) -> None:
+    def __init__(self, handle: Handle, rank: int, where: str, latest: Latest, *, timeout: float | None) -> None:
         super().__init__(replace(handle, prefault=False), rank, timeout=timeout, on_warning=None, where=where)
         self._kept: dict[int, Outgoing] = {}
+        self._latest = latest
         self._front = bytearray()  # of a message in fragments: as far as its table goes
 
     # ── how things stand ─────────────────────────────────────────────────────────────────────────
@@ -120,17 +132,25 @@ class StandIn(Reader):
         Raises:
             CorruptFrame: the ring does not hold it, or it names what does not exist.
         """
-        known = self._kept.get(sequence)
-        if known is not None:
-            return known
+        out = self._kept.get(sequence)
+        if out is None:
+            latest = self._latest
+            out = latest.out if latest.sequence == sequence else None
+            self._kept[sequence] = out = out or self._made_ready(sequence)
+        return out
+
+    def _made_ready(self, sequence: int) -> Outgoing:
         kind, traced = self._ring.kind(sequence)
-        payload = self._ring.payload(sequence)
+        view = self._ring.payload(sequence)
+        payload = bytes(view)
         sent_ns = self._heads[layout.slot_of(sequence, self._slots)][layout.HEAD_SENT_NS]
-        out = Outgoing(kind, sent_ns, self._ring.trace(sequence) if traced else _NO_TRACE, bytes(payload))
-        for hold in self._holds(kind, payload, sequence, out.buffers):
-            out.buffers.append(self._borrower.borrow(hold, sequence))
-        out.pack(kind, bytes(payload))
-        self._kept[sequence] = out
+        out = Outgoing(kind, sent_ns, self._ring.trace(sequence) if traced else _NO_TRACE, len(payload))
+        if kind != layout.KIND_INLINE:
+            for hold in self._holds(kind, view, sequence, out.buffers):
+                out.buffers.append(self._borrower.borrow(hold, sequence))
+        out.pack(kind, payload)
+        if kind == layout.KIND_INLINE:
+            self._latest.sequence, self._latest.out = sequence, out
         return out
 
     def _holds(self, kind: int, payload: memoryview, sequence: int, buffers: list[memoryview]) -> list[HoldWords]:

@@ -18,6 +18,7 @@ REMOTE_PROTOCOL: Final = 1
 MAX_CONTROL_BYTES: Final = 1 << 16
 CHUNK_BYTES: Final = 1 << 20
 MAX_BUFFERS: Final = 1 << 20
+_LAST_SEQUENCE: Final = (1 << 63) - 1
 
 # reader → forwarder
 HELLO: Final = b"H"  # JSON; who I am, and that I know the secret
@@ -155,6 +156,8 @@ def unpack_frame(message: memoryview) -> Frame:
     if message.nbytes < _FRAME.size:
         raise Malformed(f"a frame of {message.nbytes} bytes")
     _, epoch, first, sequence, kind, sent_ns, *trace, n_buffers, nbytes = _FRAME.unpack_from(message)
+    if max(first, sequence) > _LAST_SEQUENCE:
+        raise Malformed(f"frame {sequence} of a reader that begins with frame {first}")
     body = _FRAME.size + 8 * n_buffers
     if n_buffers > MAX_BUFFERS or body + nbytes != message.nbytes:
         raise Malformed(f"a frame of {message.nbytes} bytes for {n_buffers} buffers and a payload of {nbytes}")
@@ -208,7 +211,7 @@ def unpack_json(message: bytes) -> dict[str, Any]:
 def _json(text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise Malformed(f"no JSON: {error}") from None
     if not isinstance(content, dict):
         raise Malformed(f"JSON, but no object: {type(content).__name__}")

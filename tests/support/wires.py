@@ -16,11 +16,15 @@ def no_harm(data: bytes) -> tuple[bytes, bool]:
 
 
 class Wire:
-    """Listens on loopback and relays to a port there. `harm` is what happens to what comes from the far end."""
+    """Listens on loopback and relays to a port there.
+
+    `harm` is what happens to what comes from the far end, `harm_back` to what goes there.
+    """
 
     def __init__(self, port: int) -> None:
         self._to = port
         self.harm: Harm = no_harm
+        self.harm_back: Harm = no_harm
         self.connections = 0
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -55,12 +59,11 @@ class Wire:
                 self._start(self._relay, near, far, False)
                 self._start(self._relay, far, near, True)
 
-    def _relay(self, source: socket.socket, target: socket.socket, harmed: bool) -> None:
+    def _relay(self, source: socket.socket, target: socket.socket, back: bool) -> None:
         lives = True
         with contextlib.suppress(OSError):
             while lives and (data := source.recv(1 << 16)):
-                if harmed:
-                    data, lives = self.harm(data)
+                data, lives = (self.harm if back else self.harm_back)(data)
                 target.sendall(data)
         for one in (source, target):
             with contextlib.suppress(OSError):
