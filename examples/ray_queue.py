@@ -1,12 +1,9 @@
 """Ray places the workers, Arena moves the steps. Extra: ``ray``; start it with `python examples/ray_queue.py`.
 
 The engine is the driver. Where Ray's scheduler puts a worker is Ray's affair: the handle goes to it as an argument, and
-`create_from_handle` finds out whether it shares memory with the engine or has to come over the network. On one machine
-all of them share memory, unless ``ARENA_HOST_ID`` says that they don't.
+`create_from_handle` finds out whether it shares memory with the engine or has to come over the network. So it works on
+one machine, where all of them share memory, and as a job of a cluster.
 """
-
-import os
-import sys
 
 import ray
 
@@ -50,6 +47,6 @@ def main(address: str | None = None) -> list[tuple[str, int]]:
 
 
 if __name__ == "__main__":
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}})
+    ray.init()  # the cluster of RAY_ADDRESS, or a new one on this machine
     for how, total in main():
         print(f"{how}: {total}")

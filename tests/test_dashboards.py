@@ -216,6 +216,7 @@ def test_the_alerts_and_who_is_woken():
     assert {alert["alert"]: alert["labels"]["severity"] for alert in alerts()} == {
         "WriterStalled": "page",
         "ReaderGone": "page",
+        "ReaderStopped": "page",
         "ReaderStuck": "page",
         "HeadOfLineBlocking": "page",
         "FallbackRate": "ticket",
@@ -255,8 +256,12 @@ def test_an_alert_has_a_unit_test_in_which_it_fires_and_one_in_which_it_ends(ale
 def test_who_is_named_already_silences_those_that_wait_behind():
     inhibited = yaml.safe_load((BUNDLE / "alertmanager.yml").read_text())["inhibit_rules"]
     assert [(rule["source_matchers"], rule["target_matchers"], rule["equal"]) for rule in inhibited] == [
-        ([f'alertname="{source}"'], ['alertname="HeadOfLineBlocking"'], ["job", "instance", "queue"])
-        for source in ("ReaderGone", "WriterStalled")
+        ([f'alertname="{source}"'], [f'alertname="{target}"'], ["job", "instance", "queue", *further])
+        for source, target, *further in (
+            ("ReaderStopped", "ReaderStuck", "reader"),
+            ("ReaderGone", "HeadOfLineBlocking"),
+            ("WriterStalled", "HeadOfLineBlocking"),
+        )
     ]
 
 

@@ -40,6 +40,7 @@ SCRAPE_MS = 500  # also how long a scrape may take, which is milliseconds while 
 WITHIN_S = 40.0
 FAULTS = {
     "WriterStalled": "stopped",
+    "ReaderStopped": "stopped",
     "ReaderStuck": "stopped",
     "ReaderGone": "killed",
     "HeadOfLineBlocking": "steps",
@@ -165,6 +166,7 @@ def add_up(workers: Fleet, store: Path) -> None:
 def stop_until_noticed(seen: Episode, reader: Worker) -> None:
     reader.freeze()
     seen.wait_for("WriterStalled", "stopped")
+    seen.wait_for("ReaderStopped", "stopped")
     seen.wait_for("ReaderStuck", "stopped")
     reader.thaw()
 

@@ -1,4 +1,4 @@
-"""The example for Ray, run as it stands, where Ray is installed."""
+"""The example for Ray, run as it stands and on a cluster of two nodes, where Ray is installed."""
 
 import importlib.util
 import os
@@ -9,25 +9,46 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+TOTAL = 5 * 499_500
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra: ray)")
+
+# One worker fits on each node, so the scheduler needs both. The second one says that it is another host.
+TWO_NODES = """
+import ray, ray_queue
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 1, "object_store_memory": 80 << 20}
+cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+try:
+    cluster.add_node(**node, env_vars={"ARENA_HOST_ID": "another"})
+    ray.init(address=cluster.address, log_to_driver=False)
+    print(sorted(ray_queue.main("127.0.0.1")))
+finally:
+    ray.shutdown()
+    cluster.shutdown()
+"""
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed (extra: ray)")
-@pytest.mark.parametrize(("host", "kind"), [("", "Reader"), ("another", "RemoteReader")])
-def test_workers_that_ray_places_read_the_engines_queue(run_dir, host, kind):
-    program = (
-        "import ray, sys; sys.path.insert(0, 'examples'); import ray_queue\n"
-        "env = {'PYTHONPATH': '.:examples', 'ARENA_HOST_ID': sys.argv[1]}\n"
-        "ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={'env_vars': env})\n"
-        "print(ray_queue.main('127.0.0.1'))\n"
-    )
-    environment = {key: text for key, text in os.environ.items() if key != "ARENA_HOST_ID"} | {"PYTHONPATH": "."}
+def run(*command: str) -> list[str]:
+    """What a program prints whose Ray and whose workers find this repository."""
+    environment = {key: text for key, text in os.environ.items() if key not in ("ARENA_HOST_ID", "RAY_ADDRESS")}
     ran = subprocess.run(
-        [sys.executable, "-c", program, host],
+        [sys.executable, *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
         timeout=110,
-        env=environment,
+        env=environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
     )
-    assert ran.stdout.splitlines()[-1:] == [str([(kind, 5 * 499_500)] * 2)], ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+def test_on_one_machine_every_worker_shares_memory_with_the_engine(run_dir):
+    assert run("examples/ray_queue.py")[-2:] == [f"Reader: {TOTAL}"] * 2
+
+
+def test_a_worker_that_the_scheduler_puts_on_another_host_reads_over_the_network(run_dir):
+    assert run("-c", TWO_NODES)[-1:] == [str([("Reader", TOTAL), ("RemoteReader", TOTAL)])]

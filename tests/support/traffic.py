@@ -37,13 +37,14 @@ def take(here: Here, slow_while: Path | None = None, pause_s: float = 0.0) -> No
 
 
 def add_up(here: Here, rank: int) -> None:
-    """All-reduce a small tensor, and one that only the fallback takes, in turn, until the fleet ends."""
+    """All-reduce a small tensor, and one that only the fallback takes, and gather, in turn, until the fleet ends."""
     share = torch.ones(4096)
     counts = torch.ones(16, dtype=torch.int64)
     deadline = time.monotonic() + TRAFFIC_ENDS_S
     while time.monotonic() < deadline:
         here.comm.all_reduce(share)
         here.comm.all_reduce(counts)
+        here.comm.all_gather(share)
         time.sleep(0.02)
 
 
