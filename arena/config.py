@@ -239,6 +239,15 @@ def check_timeout(timeout: object) -> float | None:
     return float(min(timeout, 10**9))
 
 
+def check_poll(poll_s: object) -> int:
+    """How long to poll for at least, in ns: seconds from 0 to 60."""
+    _check_type("poll_s", poll_s, "seconds (int or float)", int, float)
+    assert isinstance(poll_s, (int, float))
+    if not 0 <= poll_s <= 60:
+        raise _refused("poll_s", "is out of range", "seconds from 0 to 60", poll_s)
+    return int(poll_s * 1e9)
+
+
 def check_config(config: object) -> QueueConfig:
     """Settings, or the ones that nobody changed."""
     if config is None:

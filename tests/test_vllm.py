@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from arena import MessageQueue, QueueConfig
 from arena.errors import HandleMismatch, InvalidArgument, PeerDied, QueueTimeout
-from arena.wait import Waiter
 from tests.support import stand_in
 from tests.support.fleet import Here, eventually
 from tests.support.processes import Child, run
@@ -233,6 +233,24 @@ def test_a_handle_of_another_version_and_a_rank_without_a_place_are_refused(plac
     assert "no place for rank -1" in remote
 
 
+def of_another_layout(handle: Any) -> str:
+    from arena import layout
+
+    layout.VERSION += 1
+    try:
+        MessageQueue.create_from_handle(handle, 0, timeout=10)
+    except HandleMismatch as error:
+        return str(error)
+    return "attached"
+
+
+def test_a_reader_of_another_version_is_told_of_it(run_dir):
+    with MessageQueue(1, config=QueueConfig(name="steps")) as queue:
+        said = run(of_another_layout, queue.export_handle())
+    assert said.startswith("the reader has another version of Arena than the writer of queue 'steps'")
+    assert said.endswith("run the same Arena version in every process of the engine")
+
+
 # ── signatures and exceptions ────────────────────────────────────────────────────────────────────
 def face(place: str) -> dict[str, Any]:
     module, told = switched(place)
@@ -376,12 +394,23 @@ def test_a_writer_that_is_killed_is_told_and_not_waited_for(place, run_dir, tmp_
     assert "the writer of queue 'vllm:broadcast' died" in said
 
 
-def test_a_waiter_polls_for_as_long_as_it_is_told_whatever_the_gaps_were():
-    waiter = Waiter(2)
-    waiter.min_budget_ns = 30_000_000
-    waiter._learn(4_000_000)  # gaps that it would sleep through
-    assert not waiter.spin([0], 0)
-    assert waiter.spin_ns >= 30_000_000
+def test_a_reader_polls_for_as_long_as_it_is_told_before_it_sleeps(run_dir):
+    with MessageQueue(2) as queue:
+        handle = queue.export_handle()
+        parks = []
+        for rank, how in enumerate(({}, {"poll_s": 30.0})):
+            with MessageQueue.create_from_handle(handle, rank, **how) as reader:
+                with pytest.raises(QueueTimeout):
+                    reader.dequeue(timeout=0.2)
+                parks.append(reader.statistics().parks)
+    assert parks[0] > 0
+    assert parks[1] == 0
+
+
+@pytest.mark.parametrize("poll_s", ["1", -0.1, 61, float("nan"), None])
+def test_a_time_to_poll_that_is_none_is_refused(run_dir, poll_s):
+    with MessageQueue(1) as queue, pytest.raises(InvalidArgument, match="poll_s"):
+        MessageQueue.create_from_handle(queue.export_handle(), 0, poll_s=poll_s)
 
 
 # ── what readers get ─────────────────────────────────────────────────────────────────────────────

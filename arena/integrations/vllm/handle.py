@@ -50,6 +50,17 @@ class QueueHandle:
                 found=f"{self.magic} version {self.version}",
                 remedy="install the same Arena for every process of the engine",
             )
+        ranks, fields = self.local_reader_ranks, (("kind", str), ("pid", int), ("arena", Handle))
+        wrong = [name for name, kind in fields if type(getattr(self, name)) is not kind]
+        if type(ranks) is not list or not all(type(rank) is int for rank in ranks):
+            wrong.append("local_reader_ranks")
+        if wrong:
+            raise HandleMismatch(
+                f"this handle is damaged: {', '.join(wrong)}",
+                expected="fields as export_handle() made them",
+                found=", ".join(f"{getattr(self, name)!r}"[:40] for name in wrong),
+                remedy="send the reader the handle as export_handle() gave it",
+            )
 
     def rank_of(self, reader: int) -> int:
         """The rank on the queue of one of the engine's ranks.

@@ -29,10 +29,9 @@ from arena.integrations.vllm.purpose import (
     why_not,
 )
 from arena.message_queue import MessageQueue
-from arena.reader import Reader
 
 _CHUNK_BYTES: Final = 24 << 20  # vLLM's own default
-_SPIN_NS: Final = 20_000_000
+_POLL_S: Final = 0.02
 """A reader polls so long, yielding, before it sleeps: about a step, where vLLM's own polls for a second. Whoever sleeps
 within a step stands behind another process's time slice, 3 ms, when it wakes up on a machine with too few cores."""
 
@@ -125,9 +124,9 @@ class _OverArena(Purposeful):
         handle.check()
         own = handle.rank_of(rank)
         self = cls.__new__(cls)
-        self._arena = MessageQueue.create_from_handle(handle.arena, own, timeout=None, on_warning=logger().warning)
-        if isinstance(self._arena, Reader):
-            self._arena._waiter.min_budget_ns = _SPIN_NS
+        self._arena = MessageQueue.create_from_handle(
+            handle.arena, own, timeout=None, poll_s=_POLL_S, on_warning=logger().warning
+        )
         self.handle = handle
         self._become(writer=False, local_reader_rank=own)
         if handle.kind == BROADCAST:
