@@ -95,6 +95,10 @@ class Hold:
         """As it travels: segment, offset, bytes, id, generation."""
         return self.block.segment.number, self.offset, self.nbytes, self.number, self.generation
 
+    def view(self) -> memoryview:
+        """The writer's bytes of it."""
+        return self.block.segment.segment.mapping.view(self.offset, self.nbytes)
+
 
 @dataclass(frozen=True)
 class PoolLimits:

@@ -17,26 +17,28 @@ A hold whose bytes a device may still read has a *gate*, and goes back by way of
 from __future__ import annotations
 
 import os
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from arena import memory
 from arena.device import copies_in_use
 from arena.errors import CorruptFrame
+from arena.held import HeldLock
 from arena.memory import Mapping, Segment, Words
 from arena.tickets import Tickets, give_back
 
 if TYPE_CHECKING:
     import torch
 
-    from arena.device import Copies
+    from arena.device import Copies, Stream
     from arena.device_log import DeviceLog
     from arena.gate import Gate
     from arena.pin import Pins
 
+
+_NEVER: Final = 1 << 64  # as sequence of a frame: no reader has released it
 
 ALIGN_SLACK_BYTES: Final = 16
 """In front of a tensor in its hold there may be fewer bytes than this (`arena.codec`)."""
@@ -104,12 +106,32 @@ class Borrower:
         for number, mapping in list(self._mappings.items()):
             pins.want(number, mapping)
 
+    def leases(self, sequence: int) -> dict[tuple[int, int, int, int, int], Lease]:
+        """What was borrowed with a frame that is being taken, by the holds."""
+        found = [lease for lease in list(_leases.values()) if getattr(lease, "home", None) is self._home]
+        return {lease.words: lease for lease in found if lease.sequence == sequence}
+
+    def remember(self, leases: Iterable[Lease], copies: Copies, stream: Stream) -> None:
+        """All that is queued on this stream when their views die has to pass before these go back."""
+        for lease in leases:
+            gate_of(lease).remember(copies, stream)
+
+    def void(self, sequence: int) -> None:
+        """A frame was not taken after all: what was borrowed with it gives nothing back, whenever its views die."""
+        for lease in self.leases(sequence).values():
+            lease.sequence = _NEVER
+
     def see_to_device(self) -> None:
         """Begin to pin if this process has begun to use a device. Asked now and then, off the way of a message."""
         if self._home.pins is None and self._home.policy != "off":
             copies = copies_in_use()
             if copies is not None:
                 self.use(copies)
+
+    def prepare(self, copies: Copies) -> None:
+        """What is dequeued next is copied to this device: its tickets should be ready by then."""
+        if self._home.tickets is not None:
+            self._home.tickets.prepare(copies)
 
     @property
     def pins(self) -> Pins | None:
@@ -240,13 +262,13 @@ class Lease(weakref.ref[Any]):
 _leases: dict[int, Lease] = {}
 """Every lease not given back yet: a view may outlive its reader, and a weak reference must be kept to fire."""
 
-_making = threading.RLock()
+_making = HeldLock()
 """Two threads make one gate, not two. Never taken by a callback."""
 
 
 def _after_fork() -> None:
     global _making  # noqa: PLW0603 - another thread may have had it at the fork
-    _making = threading.RLock()
+    _making = HeldLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -279,6 +301,8 @@ def _settle(lease: Lease) -> None:
         give_back(home.returned, home.tickets, lease.words[3], lease.words[4], names)
         if names and gate is not None:
             gate.goes_on_tickets()
+    elif gate is not None and not gate.is_empty():
+        gate.outlives()
     _leases.pop(id(lease), None)
 
 

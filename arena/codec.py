@@ -18,13 +18,14 @@ import pickle
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from arena.device import Copies, copies_from
 from arena.errors import ArenaError, CorruptFrame, DecodeFailed, EncodeFailed, MessageTooLarge
+from arena.filling import STREAMED_BYTES, chunks
 from arena.layout import HOLD, HOLD_BYTES
 from arena.memory import copy_bytes, copy_from, view_of
 
@@ -38,6 +39,7 @@ _MERGE_SLACK_BYTES: Final = 1 << 20
 _PARALLEL_COPY_BYTES: Final = 16 << 20
 _MAX_BUFFERS: Final = 1 << 20
 _ALIGN: Final = 64
+_ELEMENT_BYTES: Final = 16  # a processor may refuse an element at an address that is no multiple of its size
 
 _TABLE: Final = struct.Struct("QQQ")  # buffers, bytes of item specs, bytes of pickle
 _HOLD: Final = struct.Struct(HOLD)
@@ -58,9 +60,20 @@ class Source:
         self.nbytes = buffer.nbytes
         self.address: int | None = None
 
+    @property
+    def is_worth_following(self) -> bool:
+        """Whether a reader's device gains from copying the first bytes while the last ones are still to come."""
+        return False
+
     def write_to(self, target: memoryview) -> None:
         """The one copy."""
         copy_bytes(target, self._buffer)
+
+    def write_in_chunks(self, target: memoryview) -> Iterator[int]:
+        """The same, piece by piece where the bytes lie in one: says after each how far it has come."""
+        for begin, end in chunks(self.nbytes):
+            copy_bytes(target[begin:end], self._buffer[begin:end])
+            yield end
 
     def piece(self) -> memoryview:
         """The bytes in one piece, for a payload that is cut up; they live as long as the source."""
@@ -77,6 +90,11 @@ class TensorSource(Source):
         self.nbytes = nbytes
         self.address = address  # of the span, which lies in the tensor's storage; None: gather the elements
 
+    @property
+    def is_worth_following(self) -> bool:
+        """See `Source.is_worth_following`."""
+        return self.address is not None and self.nbytes >= STREAMED_BYTES
+
     def write_to(self, target: memoryview) -> None:
         """The one copy: without the GIL, resolving strides and conj and neg bits, multi-threaded where that helps.
 
@@ -91,6 +109,19 @@ class TensorSource(Source):
         source = self._tensor.detach() if self.address is None else self._span(self.address)
         flat = torch.frombuffer(target, dtype=source.dtype, count=source.numel())
         flat.view(source.shape).copy_(source)
+
+    def write_in_chunks(self, target: memoryview) -> Iterator[int]:
+        """See `Source.write_in_chunks`."""
+        import torch
+
+        if self.address is None:
+            self.write_to(target)
+            yield self.nbytes
+            return
+        source, flat = self._span(self.address), torch.frombuffer(target, dtype=torch.uint8)
+        for begin, end in chunks(self.nbytes):
+            flat[begin:end].copy_(source[begin:end])
+            yield end
 
     def piece(self) -> memoryview:
         """The bytes in one piece; gathers first where they are spread."""
@@ -484,6 +515,34 @@ def read_table(payload: memoryview) -> Table:
     )
 
 
+def whole_tensors(table: Table) -> set[int]:
+    """Which of a table's buffers are one contiguous tensor, no more and no less. Reads no buffer."""
+    start, end = table.specs
+    return whole_ones(table, pickle.loads(table.payload[start:end]) if end > start else [])
+
+
+def whole_ones(table: Table, specs: Iterable[tuple[int, Any]]) -> set[int]:
+    """The same, with the specs read."""
+    import torch
+
+    found = set()
+    for buffer, spec in specs:
+        if spec is None or not 0 <= buffer < len(table.entries):
+            continue
+        name, offset, shape, stride, _, _ = spec
+        dtype, nbytes = getattr(torch, name, None), table.entries[buffer][2]
+        if not isinstance(dtype, torch.dtype) or offset or prod(shape) * dtype.itemsize != nbytes:
+            continue
+        step = 1
+        for n, found_step in zip(reversed(shape), reversed(stride), strict=True):
+            if n != 1 and found_step != step:
+                break
+            step *= n
+        else:
+            found.add(buffer)
+    return found
+
+
 def table_bytes(front: bytes | bytearray | memoryview) -> int:
     """How many of a payload's first bytes its table takes; at least `TABLE_HEAD_BYTES` of them must be there."""
     n_buffers = _TABLE.unpack_from(front)[0]
@@ -526,10 +585,11 @@ def decode(table: Table, borrowed: Mapping[HoldWords, memoryview], views: str) -
 def buffer_of(table: Table, entry: HoldWords, borrowed: Mapping[HoldWords, memoryview], views: str) -> memoryview:
     """The bytes of one entry, as `views` wants them; see `decode`."""
     segment, at, nbytes, _, _ = entry
+    crooked = at % _ELEMENT_BYTES != 0
     if segment == _IN_PAYLOAD:
         inside = table.payload[at : at + nbytes]
-        return _copied_out(inside) if inside.readonly else inside
-    return _copied_out(borrowed[entry]) if views == "private" else borrowed[entry]
+        return _copied_out(inside) if inside.readonly or crooked else inside
+    return _copied_out(borrowed[entry]) if views == "private" or crooked else borrowed[entry]
 
 
 def _copied_out(view: memoryview) -> memoryview:
@@ -612,6 +672,15 @@ def decoder_of(serializer: str) -> Callable[[Table, Mapping[HoldWords, memoryvie
     from arena.restricted import decode as decode_restricted
 
     return decode_restricted
+
+
+def finder_of(serializer: str) -> Callable[[Table], set[int]]:
+    """`whole_tensors`, or what stands in its place on a queue without pickles."""
+    if serializer == "pickle":
+        return whole_tensors
+    from arena.restricted import whole_tensors as whole_tensors_restricted
+
+    return whole_tensors_restricted
 
 
 def decode_failed(queue: str, error: Exception) -> DecodeFailed:

@@ -228,6 +228,11 @@ class Communicator:
 
     # ── looking, ending ──────────────────────────────────────────────────────────────────────────
     @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._device
+
+    @property
     def plan(self) -> Plan:
         """The plan that all-reduce goes by."""
         return self._joined.plans["all_reduce"]

@@ -62,6 +62,7 @@ class Gate:
         "_log",
         "_memory",
         "_passages",
+        "_stays",
         "_streams",
         "_tickets",
         "died_ns",
@@ -77,6 +78,7 @@ class Gate:
         self._passages: deque[Passage] = deque()
         self._streams: list[tuple[Copies, Stream]] = []
         self._guess: tuple[Copies, Stream] | None = None
+        self._stays = False  # nothing goes back here, so nothing can wait at the writer
         self.taken = False  # by the helper
         self.named = False  # its hold went back, naming the tickets that are still to be reached
         self.traced: tuple[int, Trace] | None = None  # the sampled message that a copy through it was for
@@ -157,6 +159,13 @@ class Gate:
                 self.died_ns = _monotonic_ns()
             helper.gate(self, release)
 
+    def outlives(self) -> None:
+        """Called back, anywhere: nothing goes back, for the frame will be taken again. The memory stays all the same
+        until whatever was queued has read it."""
+        self._log, self._stays = None, True
+        if not self.taken:
+            helper.gate(self, _nothing)
+
     def devices(self) -> list[Copies]:
         """Whose streams are still to be recorded."""
         return [copies for copies, _ in [*self._streams, *([self._guess] if self._guess else [])]]
@@ -175,7 +184,7 @@ class Gate:
 
     def opens(self) -> bool:
         """Whether the hold can go back, if need be on tickets."""
-        return self.has_passed() or self.names() is not None
+        return self.has_passed() or (not self._stays and self.names() is not None)
 
     def shut(self, now_ns: int) -> None:
         """The view died, and not everything has passed."""

@@ -38,7 +38,7 @@ PAGE: Final = 4096
 HUGE_PAGE: Final = 2 << 20
 LINE_WORDS: Final = 16
 
-VERSION: Final = 2
+VERSION: Final = 3
 RING_MAGIC: Final = 0x4152454E_41524E47  # "ARENARNG"
 CONTROL_MAGIC: Final = 0x4152454E_4143544C  # "ARENACTL"
 BOARD_MAGIC: Final = 0x4152454E_41424F41  # "ARENABOA"
@@ -71,7 +71,8 @@ SLOTS_OFFSET: Final = PAGE
 CONSUMED: Final = 0 * LINE_WORDS  # frames released so far; the futex that the writer parks on
 READER_PARKED: Final = 1 * LINE_WORDS  # 1 while the reader sleeps on PUBLISHED
 READER_CLOSED: Final = 2 * LINE_WORDS  # `LEFT` once the reader left in an orderly way, `LOST` if its host did not
-READER_WORDS: Final = 3 * LINE_WORDS
+READER_MOVES: Final = 3 * LINE_WORDS  # 1 once the reader has followed, or meant to follow, a message to its device
+READER_WORDS: Final = 4 * LINE_WORDS
 LEFT: Final = 1
 LOST: Final = 2  # said by whoever has its seat here: the reader, on another host, is taken for dead
 
@@ -94,6 +95,8 @@ HEAD_TAG: Final = 0
 HEAD_SENT_NS: Final = 1  # CLOCK_MONOTONIC at enqueue
 HEAD_LENGTH: Final = 2  # bytes of payload
 HEAD_TRACE: Final = 3  # three opaque words of trace context, meaningful if FLAG_TRACED
+HEAD_FILLED: Final = 6  # of a STREAMED frame: how many bytes of its holds, in their order, are there by now
+GIVEN_UP: Final = (1 << 64) - 1  # as HEAD_FILLED, for good: the rest will not come
 HEAD_WORDS: Final = 8
 PAYLOAD_OFFSET: Final = HEAD_WORDS * WORD
 
@@ -104,7 +107,8 @@ KIND_TABLE: Final = 0x54C66D3 << 32  # the payload is a buffer table, small buff
 KIND_BLOCK: Final = 0x71E19AC << 32  # the payload is one hold; the block holds what a TABLE payload would
 KIND_FRAGMENT: Final = 0x0E5E64A << 32  # a piece of a TABLE payload: total, offset, first sequence, bytes
 KIND_ABORT: Final = 0x396BA35 << 32  # discard the pieces so far: the message will not be completed
-KINDS: Final = (KIND_INLINE, KIND_TABLE, KIND_BLOCK, KIND_FRAGMENT, KIND_ABORT)
+KIND_STREAMED: Final = 0x17A853B << 32  # as TABLE, and its holds are being filled: see HEAD_FILLED
+KINDS: Final = (KIND_INLINE, KIND_TABLE, KIND_BLOCK, KIND_FRAGMENT, KIND_ABORT, KIND_STREAMED)
 FLAG_TRACED: Final = 1 << 63
 
 FRAGMENT_HEADER: Final = "QQQ"

@@ -11,7 +11,6 @@ against `shutdown`, `statistics` or the release of a block: these only leave a n
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from arena.config import QueueConfig, RemoteConfig, check_on_warning, check_timeout, unknown_variables
+from arena.config import QueueConfig, RemoteConfig, check_on_warning, check_poll, check_timeout, unknown_variables
 from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
+from arena.held import HeldLock
 from arena.peers import Handle, is_elsewhere, naming_descriptors
 from arena.probe import Probe
 from arena.state import Endpoint, move
@@ -151,7 +151,12 @@ class MessageQueue:
     # ── making ───────────────────────────────────────────────────────────────────────────────────
     @staticmethod
     def create_from_handle(
-        handle: Handle, rank: int, *, timeout: float | None = 60.0, on_warning: Warn | None = None
+        handle: Handle,
+        rank: int,
+        *,
+        timeout: float | None = 60.0,
+        poll_s: float = 0.0,
+        on_warning: Warn | None = None,
     ) -> MessageQueue:
         """Attach as reader `rank`, on the writer's host or another. Needs nobody's attention at the writer.
 
@@ -164,9 +169,12 @@ class MessageQueue:
             rank: 0..n_reader-1, one process each. A rank whose process ended may be taken again; the new one
                 takes part from the next message on.
             timeout: seconds to wait for the writer's process to answer; None for ever.
+            poll_s: seconds for which each wait for a message polls, yielding its core, before it sleeps; by default as
+                long as the gaps between messages make it worth while, 1 ms at most. Not on other hosts.
             on_warning: see `MessageQueue`.
 
         Raises:
+            InvalidArgument: a rank, a timeout or a time to poll that is none.
             HandleMismatch: another version, another queue, a wrong secret.
             AttachRefused: no such rank, or it is taken.
             PeerDied: the writer is dead.
@@ -182,12 +190,13 @@ class MessageQueue:
                 "that is not a queue's handle", expected="what export_handle() gave", found=type(handle).__name__
             )
         handle.check()
+        poll_ns = check_poll(poll_s)
         with naming_descriptors(f"can't attach to queue {handle.name!r}"):
             if is_elsewhere(handle):
                 from arena.remote.reader import RemoteReader
 
                 return RemoteReader(handle, rank, timeout=timeout, on_warning=on_warning)
-            return Reader(handle, rank, timeout=timeout, on_warning=on_warning)
+            return Reader(handle, rank, timeout=timeout, poll_ns=poll_ns, on_warning=on_warning)
 
     @staticmethod
     def create_from_process_group(
@@ -257,7 +266,31 @@ class MessageQueue:
         """
         raise self._wrong_end("dequeue", "reader")
 
-    def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
+    def dequeue_to(
+        self, device: torch.device | str | int, timeout: float | None = None, *, stream: Any = None, shard: Any = None
+    ) -> Any:
+        """Take the next message, with its tensors on a device: `dequeue` and `to_device` in one.
+
+        Large tensors arrive sooner by it: once a reader has called this, the writer publishes them before it has copied
+        them to shared memory, and the device follows that copy (`arena.filling`). So it takes about the longer one of
+        the two copies, instead of their sum. It needs the tensor's segment to be pinned here already; else, and for
+        all other tensors, this is no different from the two calls. A message that the writer gave up half-way is
+        skipped, as one in fragments is.
+
+        Args:
+            device: where to.
+            timeout: as for `dequeue`; also for the writer to finish what it has begun.
+            stream: as for `to_device`.
+            shard: as for `to_device`.
+
+        Raises:
+            as `dequeue` and `to_device`; PeerDied also if the writer died while it copied: that message was not sent.
+        """
+        return self.to_device(self.dequeue(timeout), device, stream, shard=shard)
+
+    def to_device(
+        self, message: Any, device: torch.device | str | int, stream: Any = None, *, shard: Any = None
+    ) -> Any:
         """The message with its tensors on a device, at the speed of its own copy engine where their memory is pinned.
 
         The original may be dropped at once: its blocks go back when the copies have passed. Dicts, lists, tuples and
@@ -268,9 +301,12 @@ class MessageQueue:
             message: a tensor, or anything with tensors in it.
             device: where to.
             stream: on which the copies are queued; by default the calling thread's current one of that device.
+            shard: an `arena.AllReduce`, or a process group of torch's, of readers that all move this message, each to a
+                GPU of its own: of a large contiguous tensor each copies a part, and gets the rest from the others
+                (`arena.shard`). Collective, in the order of the messages and of the tensors in them.
 
         Raises:
-            InvalidArgument: a graph is being captured on that stream.
+            InvalidArgument: a graph is being captured on that stream; `shard` is no group, or one for another device.
             PinFailed: a segment can't be pinned, and ``pin="required"``.
         """
         raise self._wrong_end("to_device", "reader")
@@ -337,8 +373,11 @@ class MessageQueue:
     # The verbs take the lock by hand: `with` costs twice as much as two bound calls. CPython delivers signals only
     # after calls and at loop ends, so between the verb's last call and `_release` there is no gap; everything
     # before is inside its `try`, and `_leave` knows whether the lock was taken.
+    # From CPython 3.12 on, a conditional jump back to a loop's head is in no `try` and no `with` of its own function:
+    # a Ctrl-C there would leave the lock behind. So a loop in one ends in a plain statement, or is in a function of its
+    # own; `tests/test_interrupts.py` sees to it.
     def _new_lock(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = HeldLock()
         self._acquire = self._lock.acquire
         self._release = self._lock.release
 

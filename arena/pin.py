@@ -72,6 +72,11 @@ class Pins:
         pinned = self._segments.get(number)
         return self._policy == "required" and pinned is not None and pinned.state is Pin.PINNING
 
+    def has(self, number: int) -> bool:
+        """Whether this segment is registered by now."""
+        pinned = self._segments.get(number)
+        return pinned is not None and pinned.is_pinned
+
     def state(self, number: int) -> Pinned:
         """How it is with this segment; "required" waits until that is settled.
 
@@ -102,6 +107,11 @@ class Pins:
 
 # ── in the helper ────────────────────────────────────────────────────────────────────────────────
 def _registering(copies: Copies, mapping: Mapping, pinned: Pinned, log: DeviceLog | None) -> Job:
+    _register(copies, mapping, pinned, log)
+    yield None
+
+
+def _register(copies: Copies, mapping: Mapping, pinned: Pinned, log: DeviceLog | None) -> None:
     """In one piece: a copy that crosses from one registered range into another is refused, the user's own too."""
     mapping.leave_unmapping_to(_Unmapping(copies, pinned, log))
     began_ns = _monotonic_ns()
@@ -120,7 +130,6 @@ def _registering(copies: Copies, mapping: Mapping, pinned: Pinned, log: DeviceLo
         if log is not None:
             log.pinned(1, pinned.nbytes, _monotonic_ns() - began_ns)
     pinned.decided.set()
-    yield None
 
 
 def register_tickets(tickets: Tickets, copies: Copies) -> None:
@@ -132,10 +141,11 @@ def register_tickets(tickets: Tickets, copies: Copies) -> None:
 def _opening(tickets: Tickets, copies: Copies) -> Job:
     pinned = Pinned(tickets.control.nbytes)
     pinned.state = move(pinned.state, "want")
-    yield from _registering(copies, tickets.control, pinned, None)
+    _register(copies, tickets.control, pinned, None)
     if pinned.is_pinned:
         helper.watches = True
         tickets.open(copies)
+    yield None
 
 
 class _Unmapping:

@@ -10,12 +10,13 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final
 
 from arena import layout, memory
 from arena.assembly import TABLE_SLACK_BYTES, Assembly
 from arena.borrow import Borrower
-from arena.codec import HoldWords, decode_failed, decoder_of, read_table, rehearse
+from arena.codec import HoldWords, Table, decode_failed, decoder_of, finder_of, read_table, rehearse
 from arena.config import check_device, check_rank, check_timeout
 from arena.device_log import device_log
 from arena.errors import (
@@ -26,6 +27,7 @@ from arena.errors import (
     QueueClosed,
     QueueTimeout,
 )
+from arena.filling import Fill, GivenUp
 from arena.layout import HEAD_SENT_NS, KIND_INLINE, WRITER_PARKED
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
 from arena.message_queue import MessageQueue, Statistics, Warn
@@ -42,7 +44,9 @@ from arena.wait import Waiter, deadline_after
 if TYPE_CHECKING:
     import torch
 
-    from arena.device import Copies
+    from arena.device import Copies, Stream
+    from arena.follow import Follower
+    from arena.transfer import Mover, Moving
 
 _HOLD: Final = struct.Struct(layout.HOLD)
 _monotonic_ns = time.monotonic_ns
@@ -62,8 +66,12 @@ class Reader(MessageQueue):
         "_decode_table",
         "_device_log",
         "_directory",
+        "_find_tensors",
+        "_followed",
+        "_followers",
         "_handle",
         "_heads",
+        "_inline_kind",
         "_log",
         "_parked",
         "_payloads",
@@ -83,7 +91,14 @@ class Reader(MessageQueue):
     )
 
     def __init__(
-        self, handle: Handle, rank: Any, *, timeout: float | None, on_warning: Warn | None, where: str = ""
+        self,
+        handle: Handle,
+        rank: Any,
+        *,
+        timeout: float | None,
+        on_warning: Warn | None,
+        poll_ns: int = 0,
+        where: str = "",
     ) -> None:
         handle.check()
         self._begin(handle.name, on_warning)
@@ -98,6 +113,7 @@ class Reader(MessageQueue):
             )
             try:
                 self._set_up(handle, control)
+                self._waiter.min_budget_ns = max(self._waiter.min_budget_ns, poll_ns)
             except BaseException:
                 self._give_up()
                 raise
@@ -148,6 +164,10 @@ class Reader(MessageQueue):
         self._writer_words = self._ring.writer
         self._wanted = 0
         self._decode_table = decoder_of(handle.serializer)
+        self._inline_kind = KIND_INLINE if handle.serializer == "pickle" else 0  # which no frame has
+        self._find_tensors = finder_of(handle.serializer)
+        self._followers: dict[int, Follower] = {}  # by thread: what has a streamed message on its way while it comes
+        self._followed: tuple[Copies, Stream] | None = None  # where that may be reading from a frame not released yet
         self._assembly = Assembly(handle.max_message_bytes + TABLE_SLACK_BYTES)
         self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
         self._state = move(self._state, "attach")
@@ -229,8 +249,7 @@ class Reader(MessageQueue):
                 deadline_ns = self._prepare(timeout)
             self._busy = True
             log = self._log
-            obj, complete = None, False
-            while not complete:
+            while True:
                 sequence = self._consumed[0]
                 # SYNC POINT frame-visible (observe): the slot's bytes came before this store
                 if self._published[0] > sequence:
@@ -246,7 +265,7 @@ class Reader(MessageQueue):
                 head = self._heads[slot]
                 # HEAD_SENT_NS, read before the release lets the writer overwrite it; 0 for a message not looked at
                 sent_ns = 0 if log is None or sequence & log.sample != log.phase else head[1]
-                if head[0] - sequence == KIND_INLINE:  # HEAD_TAG
+                if head[0] - sequence == self._inline_kind:  # HEAD_TAG
                     try:
                         obj = _loads(self._payloads[slot])
                     except Exception as error:
@@ -258,13 +277,14 @@ class Reader(MessageQueue):
                         self._consumed[0] = sequence + 1
                     complete = True
                 else:
-                    complete, obj, now_ns = self._take(sequence, received_ns)
+                    complete, obj, now_ns = self._take(sequence, received_ns, deadline_ns)
                 if log is not None:
                     log.page[L_SEQUENCE] = sequence + 1
                     if sent_ns:
                         log.frame(sequence, sent_ns, received_ns, now_ns)
-                if not complete:
-                    self._wake_writer()
+                if complete:
+                    break
+                self._wake_writer()  # the loop ends in a call: see `_new_lock`
         except BaseException as error:
             self._leave(error)
             raise
@@ -346,17 +366,18 @@ class Reader(MessageQueue):
         elif self._attachment.process.is_alive() is False:
             if self._closing:  # another thread shuts us down, and has let go of what we just looked at
                 raise self._closed()
-            process = self._attachment.process
-            self._raise_unless_published(
-                PeerDied(
-                    f"the writer of queue {self.name!r} died ({process.ending()})",
-                    pid=process.who.pid,
-                    signal=process.signal(),
-                    expected="the writer to shut the queue down when it is done",
-                    found="its process gone; everything it published has been taken",
-                    remedy="shut this end down; start the writer anew and attach to its new queue",
-                )
-            )
+            self._raise_unless_published(self._writer_died())
+
+    def _writer_died(self, *, within: bool = False) -> PeerDied:
+        process = self._attachment.process
+        return PeerDied(
+            f"the writer of queue {self.name!r} died ({process.ending()})",
+            pid=process.who.pid,
+            signal=process.signal(),
+            expected="the writer to shut the queue down when it is done",
+            found="its process gone" + (" within a message" if within else "; everything it published has been taken"),
+            remedy="shut this end down; start the writer anew and attach to its new queue",
+        )
 
     def _raise_unless_published(self, error: ArenaError) -> None:
         """What was published before the end is still taken: look once more, now that no more can come."""
@@ -367,7 +388,7 @@ class Reader(MessageQueue):
     def _timed_out(self, sequence: int) -> QueueTimeout:
         return QueueTimeout(
             f"no message on queue {self.name!r}: awaiting_write of frame {sequence}",
-            expected="a frame within the timeout",
+            expected="a frame, all of it, within the timeout",
             found=f"{self._published[0]} published, a writer (pid {self._attachment.process.who.pid}) that lives",
             remedy="nothing was lost; the next dequeue waits for the same message",
         )
@@ -378,7 +399,7 @@ class Reader(MessageQueue):
             self._consumed_futex.wake()
 
     # ── messages of several parts ────────────────────────────────────────────────────────────────
-    def _take(self, sequence: int, received_ns: int) -> tuple[bool, Any, int]:
+    def _take(self, sequence: int, received_ns: int, deadline_ns: int | None) -> tuple[bool, Any, int]:
         """Take a frame that is not just one inline pickle: (whether a message is complete, the message, time).
 
         What it borrows dies after the release: only then does a death give anything back. An interrupt before it
@@ -395,6 +416,8 @@ class Reader(MessageQueue):
             self._add_piece(sequence, payload)
         complete = kind != layout.KIND_ABORT and (kind != layout.KIND_FRAGMENT or self._assembly.complete)
         borrowed: list[memoryview] = []
+        if kind == layout.KIND_STREAMED:
+            complete = self._await_filled(sequence, payload, borrowed, deadline_ns)
         decode_ns = _monotonic_ns()
         try:
             obj = self._decode(sequence, kind, payload, borrowed) if complete else None
@@ -435,10 +458,14 @@ class Reader(MessageQueue):
         self._ring.release(sequence, now_ns)
         if kind == layout.KIND_ABORT or (kind == layout.KIND_FRAGMENT and complete):
             self._assembly.drop()
+        elif kind == layout.KIND_STREAMED:
+            self._followed = None  # from here on it is for the gates
         return now_ns
 
     def _decode(self, sequence: int, kind: int, payload: memoryview, borrowed: list[memoryview]) -> Any:
         if kind == KIND_INLINE:
+            if self._handle.serializer != "pickle":
+                raise CorruptFrame("a pickle came on a queue that has none", expected="serializer='restricted'")
             return self._decoded(lambda: _loads(payload))
         began_ns = _monotonic_ns()
         if kind == layout.KIND_BLOCK:
@@ -447,16 +474,23 @@ class Reader(MessageQueue):
             payload = borrowed[0].toreadonly()
         elif kind == layout.KIND_FRAGMENT:
             payload = self._assembly.whole()
-        self._borrower.sweep()
         table = read_table(payload)
-        views: dict[HoldWords, memoryview] = {}
-        for hold in table.holds:
-            borrowed.append(self._borrower.borrow(hold, sequence))
-            views[hold] = borrowed[-1]
+        if kind == layout.KIND_STREAMED:
+            views = dict(zip(table.holds, borrowed, strict=True))
+        else:
+            views = self._borrow(table, sequence, borrowed)
         obj = self._decoded(lambda: self._decode_table(table, views, self._handle.views))
         if self._log is not None:
             self._log.decoded(_monotonic_ns() - began_ns)
         return obj
+
+    def _borrow(self, table: Table, sequence: int, borrowed: list[memoryview]) -> dict[HoldWords, memoryview]:
+        self._borrower.sweep()
+        views: dict[HoldWords, memoryview] = {}
+        for hold in table.holds:
+            borrowed.append(self._borrower.borrow(hold, sequence))
+            views[hold] = borrowed[-1]
+        return views
 
     def _decoded(self, decoder: Any) -> Any:
         try:
@@ -466,17 +500,98 @@ class Reader(MessageQueue):
         except Exception as error:
             raise decode_failed(self.name, error) from error
 
-    # ── to the device ────────────────────────────────────────────────────────────────────────────
-    def to_device(self, message: Any, device: torch.device | str | int, stream: Any = None) -> Any:
-        from arena.transfer import Mover, Moving, map_tensors
+    # ── streamed hand-over ───────────────────────────────────────────────────────────────────────
+    def _await_filled(
+        self, sequence: int, payload: memoryview, borrowed: list[memoryview], deadline_ns: int | None
+    ) -> bool:
+        """Wait until all bytes of a streamed frame are there (`arena.filling`); False if they will not come.
 
+        It borrows the frame's holds. Where the message goes to a device, that follows meanwhile. What ends the wait
+        otherwise leaves the frame to be taken again.
+        """
+        try:
+            table = read_table(payload)
+            views = self._borrow(table, sequence, borrowed)
+            total = sum([hold[2] for hold in table.holds])
+            self._wanted = sequence
+            fill = Fill(
+                self._ring.filled(sequence),
+                total,
+                self._look_while_filled,
+                deadline_ns,
+                lambda: self._timed_out(sequence),
+            )
+            self._follow(fill, table, sequence, views)
+            fill.beyond(total - 1)
+        except GivenUp:
+            return False
+        except CorruptFrame:
+            self._release_frame(sequence, layout.KIND_STREAMED, complete=False)
+            borrowed.clear()
+            raise
+        except BaseException:
+            self._borrower.void(sequence)
+            borrowed.clear()
+            raise
+        finally:
+            self._proceed()
+        return True
+
+    def _follow(self, fill: Fill, table: Table, sequence: int, views: dict[HoldWords, memoryview]) -> None:
+        leases = self._borrower.leases(sequence)
+        if self._followed is not None:  # an earlier attempt's copies may still read
+            self._borrower.remember(leases.values(), *self._followed)
+        follower = self._followers.get(get_ident())
+        if follower is None or self._handle.views == "private":
+            return
+        try:
+            tensors = self._find_tensors(table)
+        except Exception:  # a damaged frame: decoding it will tell
+            return
+        self._followed = follower.copies, follower.stream
+        holds = [(entry, index in tensors) for index, entry in enumerate(table.entries) if entry in views]
+        follower.follow(fill, holds, leases, views)
+
+    def _look_while_filled(self, now_ns: int) -> ArenaError | None:
+        """While a frame is being filled: the same looks as in any other wait, and what its writer's end means."""
+        self._look(now_ns)
+        return None if self._attachment.process.is_alive() is not False else self._writer_died(within=True)
+
+    # ── to the device ────────────────────────────────────────────────────────────────────────────
+    def to_device(
+        self, message: Any, device: torch.device | str | int, stream: Any = None, *, shard: Any = None
+    ) -> Any:
         self._refuse_forked()
+        return self._mover(device, stream, shard).message(message, self._moving())
+
+    def dequeue_to(
+        self, device: torch.device | str | int, timeout: float | None = None, *, stream: Any = None, shard: Any = None
+    ) -> Any:
+        self._refuse_forked()
+        mover = self._mover(device, stream, shard)
+        self._ring.control[layout.READER_MOVES] = 1
+        self._borrower.prepare(mover.follower.copies)
+        thread = get_ident()
+        try:
+            self._followers[thread] = mover.follower
+            message = self.dequeue(timeout)
+        finally:
+            self._followers.pop(thread, None)
+        return mover.message(message, self._moving())
+
+    def _mover(self, device: torch.device | str | int, stream: Any, shard: Any) -> Mover:
+        from arena.transfer import Mover
+
+        return Mover(check_device(device), stream, self._device_log, self._gated, shard=shard)
+
+    def _moving(self) -> Moving | None:
+        """What takes down the copies of the sampled message that our caller has, if it has one."""
         sampled = None if self._log is None else self._log.sampled
-        moving = None if sampled is None or self._probe is None else Moving(self._probe, *sampled)
-        moved = map_tensors(message, Mover(check_device(device), stream, self._device_log, self._gated, moving))
-        if moving is not None:
-            moving.done()
-        return moved
+        if sampled is None or self._probe is None:
+            return None
+        from arena.transfer import Moving
+
+        return Moving(self._probe, *sampled)
 
     @contextlib.contextmanager
     def _gated(self) -> Iterator[None]:
@@ -506,7 +621,9 @@ class Reader(MessageQueue):
         deadline_ns = deadline_after(check_timeout(timeout))
         self._refuse_forked()
         try:
-            while not self._ring.writer[layout.READY]:
+            while True:
+                if self._ring.writer[layout.READY]:
+                    return
                 self._wanted = self._published[0]
                 self._look(_monotonic_ns())
                 if deadline_ns is not None and _monotonic_ns() >= deadline_ns:

@@ -26,6 +26,7 @@ from arena.codec import (
     lay_out_tensors,
     tensor_of,
     travels_as_bytes,
+    whole_ones,
 )
 from arena.errors import ArenaError, EncodeFailed
 from arena.extras import require
@@ -129,6 +130,20 @@ class RestrictedEncoder(Encoder):
 def decode(table: Table, borrowed: Mapping[HoldWords, memoryview], views: str) -> object:
     """The object; arguments and meaning as in `arena.codec.decode`."""
     return _Decoder(table, borrowed, views).decode()
+
+
+def whole_tensors(table: Table) -> set[int]:
+    """See `arena.codec.whole_tensors`."""
+    msgpack = require("msgpack")
+
+    def plain(kind: int, data: bytes) -> Any:
+        if kind != _TUPLE:
+            raise ValueError(f"an extension of kind {kind} among the specs")
+        return tuple(msgpack.unpackb(data, ext_hook=plain))
+
+    body = table.payload[slice(*table.pickle)]
+    start = _NUMBER.size + _NUMBER.unpack_from(body)[0]
+    return whole_ones(table, msgpack.unpackb(body[_NUMBER.size : start], ext_hook=plain))
 
 
 class _Decoder:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from arena import layout
 from arena.errors import CorruptFrame
-from arena.layout import HEAD_LENGTH, HEAD_SENT_NS, HEAD_TAG, HEAD_TRACE, KIND_INLINE, Geometry
-from arena.memory import Mapping, Words
+from arena.layout import HEAD_FILLED, HEAD_LENGTH, HEAD_SENT_NS, HEAD_TAG, HEAD_TRACE, KIND_INLINE, Geometry
+from arena.memory import Mapping, Words, ordered_words
 
 
 def _slot_views(mapping: Mapping, geometry: Geometry) -> tuple[list[memoryview], list[memoryview]]:
@@ -64,6 +64,10 @@ class WriterRing:
         for index, word in enumerate(trace):
             head[HEAD_TRACE + index] = word
         head[HEAD_TAG] |= layout.FLAG_TRACED
+
+    def filled(self, sequence: int) -> Words:
+        """The word that says how far the holds of a streamed frame are filled, see `arena.filling`."""
+        return _filled(self._heads, sequence, self.slots)
 
     def publish(self, sequence: int) -> None:
         """Let the readers see the frame."""
@@ -125,6 +129,10 @@ class ReaderRing:
         head = self.heads[layout.slot_of(sequence, self.slots)]
         return head[HEAD_TRACE], head[HEAD_TRACE + 1], head[HEAD_TRACE + 2]
 
+    def filled(self, sequence: int) -> Words:
+        """The word that says how far the holds of a streamed frame are filled, see `arena.filling`."""
+        return _filled(self.heads, sequence, self.slots)
+
     def release(self, sequence: int, now_ns: int) -> None:
         """Let the writer reuse the slot."""
         self.released[sequence % self.slots] = now_ns
@@ -138,6 +146,10 @@ class ReaderRing:
             found=found,
             remedy="something else wrote into the ring; shut the queue down and start both ends anew",
         )
+
+
+def _filled(heads: list[memoryview], sequence: int, slots: int) -> Words:
+    return ordered_words(heads[layout.slot_of(sequence, slots)][HEAD_FILLED : HEAD_FILLED + 1])
 
 
 def released_at(released: Words, sequence: int, slots: int) -> int:

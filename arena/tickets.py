@@ -33,12 +33,12 @@ or in the helper's hands.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from arena.device import Copies, Stream, WordWriter
+from arena.held import HeldLock
 from arena.layout import (
     LINE_WORDS,
     NAME_NUMBER,
@@ -107,10 +107,16 @@ class Tickets:
         self.named = control.raw_words(geometry.named_offset, geometry.max_holds * NAMES)
         self._register: Callable[[Tickets, Copies], None] | None = register
         self._copies: Copies | None = None
-        self._unused = [_Word(index) for index in range(TICKETS)]
+        self._all = [_Word(index) for index in range(TICKETS)]
         self._of_stream: dict[Stream, _Word] = {}
-        self._lock = threading.RLock()  # not a plain one: a signal handler may copy, too
+        self._lock = HeldLock()  # not a plain one: a signal handler may copy, too
         self._busy = False
+
+    def prepare(self, copies: Copies) -> None:
+        """Have the words registered with the device that this process uses, in the background, at the first call."""
+        if self._register is not None and copies.in_use():
+            register, self._register = self._register, None
+            register(self, copies)
 
     def open(self, copies: Copies) -> None:
         """From now on this device can write the words."""
@@ -122,9 +128,7 @@ class Tickets:
         Not for callbacks, nor while a graph is being captured on the stream.
         """
         if copies is not self._copies:
-            if self._register is not None and copies.in_use():
-                register, self._register = self._register, None
-                register(self, copies)
+            self.prepare(copies)
             return None
         with self._lock:
             if self._busy:
@@ -148,27 +152,22 @@ class Tickets:
         if not queued:
             word.issued = number - 1
             self._of_stream.pop(stream)  # that stream is gone, and its address is another one's
-            self._unused.append(word)
         word.doubtful = False
         return Ticket(self._words, word.index, number) if queued else None
 
     def _allot(self, copies: Copies, stream: Stream) -> _Word | None:
         """A word for a stream that has none, if need be of a stream that has come to all of its own."""
-        word = next((one for one in self._unused if self._is_settled(one)), None)
-        owner = None if word is not None else next((s for s, w in self._of_stream.items() if self._is_settled(w)), None)
-        if word is None:
-            word = self._of_stream.get(owner)
+        owners = {word.index: owner for owner, word in list(self._of_stream.items())}
+        settled = [word for word in self._all if self._is_settled(word)]
+        word = min(settled, key=lambda one: one.index in owners, default=None)
         if word is None:
             return None
         write = copies.word_writer(stream, self.control.address, self._offset + word.index * LINE_WORDS * WORD)
         if write is None:
             return None
-        if owner is not None:
-            del self._of_stream[owner]
-        else:
-            self._unused.remove(word)
+        self._of_stream.pop(owners.get(word.index), None)
         word.write = write
-        self._of_stream[stream] = word
+        self._of_stream[stream] = word  # until here it is nobody's, wherever an interrupt strikes
         return word
 
     def _is_settled(self, word: _Word) -> bool:

@@ -6,19 +6,24 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from arena import borrow
 from arena.device import Copies, Stream, copies_in_use, open_copies
-from arena.errors import InvalidArgument
+from arena.errors import InvalidArgument, PinFailed
+from arena.follow import Arrival, Follower
 from arena.probe import COPY_MODES, MODE_BITS, Event, Probe
+from arena.shard import Shard
 
 if TYPE_CHECKING:
     from arena.device_log import DeviceLog
     from arena.pin import Pins
     from arena.probe.hooks import Trace
+
+_Made = TypeVar("_Made")
 
 
 class Mover:
@@ -30,6 +35,10 @@ class Mover:
         log: counts the copies.
         gated: called around a copy that keeps the caller waiting: it is not from pinned memory.
         moving: takes down what is copied, and through which gates, for a message that is traced.
+        shard: the group that shares large tensors out, see `arena.shard.Shard`; each rank copies all of them if None.
+
+    Attributes:
+        follower: has what is on its way already, of a message that was followed while it came.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class Mover:
         log: DeviceLog | None,
         gated: Callable[[], Any],
         moving: Moving | None = None,
+        shard: Any = None,
     ) -> None:
         self._device = device
         self._copies: Copies = open_copies(device.type)
@@ -46,6 +56,9 @@ class Mover:
         self._log = log
         self._gated = gated
         self._moving = moving
+        self._shard = None if shard is None else Shard(shard, device)
+        self._trouble: PinFailed | None = None
+        self.follower = Follower(device, self._copies, self._stream, self._shard)
         if self._copies.is_capturing(self._stream):
             raise InvalidArgument(
                 "a copy from the arena can't be part of a graph",
@@ -53,6 +66,17 @@ class Mover:
                 found="one that is: each replay would read a block that has long been another message's",
                 remedy="move the message before the capture, into a tensor that stays, and copy_ into that later",
             )
+
+    def message(self, message: Any, moving: Moving | None = None) -> Any:
+        """All of a message there."""
+        if moving is not None:
+            self._moving = moving
+        moved = map_tensors(message, self)
+        if moving is not None:
+            moving.done()
+        if self._trouble is not None:
+            raise self._trouble
+        return moved
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor there. Whatever it lies in is not given back before it has been read."""
@@ -66,32 +90,81 @@ class Mover:
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         source = tensor.detach()
         leases = borrow.leases_of(source) if source.numel() else []
-        pinned = bool(leases) and self._is_pinned(leases) and source.is_contiguous()
-        if self._log is not None:
-            self._log.copied("pinned_async" if pinned else "pageable_sync")
-        if self._moving is not None:
-            self._moving.copied("pinned_async" if pinned else "pageable_sync", source.nbytes, leases)
-        if pinned:
-            moved = self._timed(source, leases)
+        arrival = self._arrival(source, leases)
+        if self._shard is not None and self._shard.takes(source):
+            moved = self._shared_out(source, leases, self._shard, arrival)
+        elif arrival is not None:
+            self._count("streamed", source, leases)
+            moved = _tensor_in(arrival.room, source)
         else:
-            with self._gated():
-                moved = self._behind_gates(source, leases, pinned=False)
+            moved = self._alone(source, leases)
         for lease in leases:
             if lease.is_all_of(source.nbytes):
                 borrow.gate_of(lease).moved_whole()
         return moved
 
-    def _timed(self, source: torch.Tensor, leases: list[borrow.Lease]) -> torch.Tensor:
+    def _arrival(self, source: torch.Tensor, leases: list[borrow.Lease]) -> Arrival | None:
+        """What has been followed of exactly this tensor; the first one that asks for it gets it."""
+        arrived = self.follower.arrived
+        words = leases[0].words if len(leases) == 1 else None
+        if words not in arrived or words[2] != source.nbytes or not source.is_contiguous():
+            return None
+        return arrived.pop(words)
+
+    def _alone(self, source: torch.Tensor, leases: list[borrow.Lease]) -> torch.Tensor:
+        pinned = bool(leases) and self._is_pinned(leases) and source.is_contiguous()
+        self._count("pinned_async" if pinned else "pageable_sync", source, leases)
+        copy = partial(self._copies.to_device, source, self._device, self._stream, pinned=pinned)
+        if pinned:
+            return self._timed(copy, source.nbytes, leases)
+        with self._gated():
+            return self._behind_gates(copy, leases)
+
+    def _shared_out(
+        self, source: torch.Tensor, leases: list[borrow.Lease], shard: Shard, arrival: Arrival | None
+    ) -> torch.Tensor:
+        """This rank's part from here, the others' from them. Nothing that is wrong here alone may keep them waiting."""
+        part = None if arrival is None else arrival.part
+        if part is not None:
+            self._count("streamed", source, leases)
+        else:
+            begin, end, length = shard.part(source.nbytes)
+            part = shard.room(length, self._copies, self._device, self._stream)
+            self._copy_part(source, begin, end, part.mine, leases)
+        return _tensor_in(shard.gather(part, self._copies, self._stream), source)
+
+    def _copy_part(
+        self, source: torch.Tensor, begin: int, end: int, room: torch.Tensor, leases: list[borrow.Lease]
+    ) -> None:
+        try:
+            pinned = bool(leases) and self._is_pinned(leases)
+        except PinFailed as failed:
+            pinned, self._trouble = False, failed  # raised once the others have what they wait for
+        self._count("pinned_async" if pinned else "pageable_sync", source, leases)
+        target = room[: end - begin]
+        copy = partial(self._copies.copy_bytes, _bytes_of(source)[begin:end], target, self._stream, pinned=pinned)
+        if pinned:
+            self._timed(copy, end - begin, leases)
+        else:
+            with self._gated():
+                self._behind_gates(copy, leases)
+
+    def _count(self, mode: str, source: torch.Tensor, leases: list[borrow.Lease]) -> None:
+        if self._log is not None:
+            self._log.copied(mode)
+        if self._moving is not None:
+            self._moving.copied(mode, source.nbytes, leases)
+
+    def _timed(self, copy: Callable[[], _Made], nbytes: int, leases: list[borrow.Lease]) -> _Made:
         """A copy from pinned memory, and now and then how long a large one takes the device."""
-        nbytes = source.nbytes
         watch = None if self._log is None else self._log.timing(self._copies, self._stream, nbytes)
         if self._log is None or watch is None:
-            return self._behind_gates(source, leases, pinned=True)
+            return self._behind_gates(copy, leases)
         watch.start()
-        moved = self._behind_gates(source, leases, pinned=True)
+        made = self._behind_gates(copy, leases)
         watch.stop()
         self._log.timed(watch, nbytes)
-        return moved
+        return made
 
     def _is_pinned(self, leases: list[borrow.Lease]) -> bool:
         in_use = copies_in_use()
@@ -105,11 +178,23 @@ class Mover:
         with self._gated():
             return pins.state(number).is_pinned
 
-    def _behind_gates(self, source: torch.Tensor, leases: list[borrow.Lease], *, pinned: bool) -> torch.Tensor:
+    def _behind_gates(self, copy: Callable[[], _Made], leases: list[borrow.Lease]) -> _Made:
         if not leases:
-            return self._copies.to_device(source, self._device, self._stream, pinned=pinned)
+            return copy()
         with borrow.gate_of(leases[0]).copying(self._copies, self._stream):
-            return self._behind_gates(source, leases[1:], pinned=pinned)
+            return self._behind_gates(copy, leases[1:])
+
+
+def _tensor_in(room: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What lies in a device's bytes as `source`, which is contiguous, does in its own."""
+    made = torch.empty(0, dtype=source.dtype, device=room.device)
+    return made.set_(room.untyped_storage(), room.storage_offset(), source.shape, source.stride())
+
+
+def _bytes_of(source: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes, in place."""
+    at = source.storage_offset() * source.element_size()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(source.untyped_storage(), at, (source.nbytes,), (1,))
 
 
 class Moving:

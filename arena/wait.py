@@ -67,6 +67,7 @@ class Waiter:
         "_expected_ns",
         "_max_budget_ns",
         "_spun_ns",
+        "crowded",
         "ended_ns",
         "min_budget_ns",
         "missed_wakes",
@@ -76,9 +77,9 @@ class Waiter:
     )
 
     def __init__(self, processes: int) -> None:
-        crowded = processes > usable_cores()
-        self._busy_polls = 0 if crowded else BUSY_POLLS
-        self._max_budget_ns = CROWDED_BUDGET_NS if crowded else MAX_BUDGET_NS
+        self.crowded = processes > usable_cores()
+        self._busy_polls = 0 if self.crowded else BUSY_POLLS
+        self._max_budget_ns = CROWDED_BUDGET_NS if self.crowded else MAX_BUDGET_NS
         self._expected_ns = GAP_CAP_NS  # the recent gaps, as an average that forgets quickly; at first no bet
         self._spun_ns = 0  # how long the spin before a park took
         self.min_budget_ns = MIN_BUDGET_NS  # polled for at least, whatever the gaps: for whoever knows that it pays
@@ -191,6 +192,6 @@ class Waiter:
         """
         if self._expected_ns > LONG_GAP_NS:
             return self.min_budget_ns
-        if self._expected_ns < BUSY_GAP_NS and self._busy_polls:
+        if self._expected_ns < BUSY_GAP_NS and not self.crowded:
             return self._max_budget_ns
         return max(self.min_budget_ns, min(3 * self._expected_ns, self._max_budget_ns))

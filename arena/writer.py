@@ -27,6 +27,7 @@ from arena.config import (
 )
 from arena.device import Copies, copies_in_use
 from arena.errors import ArenaError, MessageTooLarge, NoReader, OutOfMemory, PeerDied, QueueTimeout
+from arena.filling import Filling
 from arena.gate import Gate
 from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
@@ -64,6 +65,7 @@ class Writer(MessageQueue):
         "_directory",
         "_encode",
         "_encoder",
+        "_filling",
         "_forwarder",
         "_futex",
         "_handed",
@@ -71,6 +73,7 @@ class Writer(MessageQueue):
         "_in_flight",
         "_inline_bytes",
         "_instance",
+        "_later",
         "_log",
         "_look_due",
         "_message",
@@ -90,6 +93,9 @@ class Writer(MessageQueue):
         "config",
         "n_reader",
     )
+
+    _later: dict[Hold, Source] | None  # what the holds in flight are to be filled with, of those that are not yet
+    _filling: Filling | None  # a frame that readers may see, and whose holds are being filled
 
     def __init__(
         self,
@@ -139,6 +145,7 @@ class Writer(MessageQueue):
         self._short_bytes = min(geometry.payload_bytes, config.max_message_bytes)
         self._message = MessageState.NONE
         self._in_flight: list[Hold] = []
+        self._later = self._filling = None
         self._next_look_ns = 0
         self._look_due = False
         self._claim = self._make_claim()
@@ -323,7 +330,7 @@ class Writer(MessageQueue):
         for words in self._roster.words:
             if words[READER_PARKED]:
                 self._futex.wake()
-                if began_ns:
+                if began_ns and self._waiter.crowded:
                     _sched_yield()  # on one core with us, they need not wait for what is only looking
                 break
         if began_ns:
@@ -366,6 +373,7 @@ class Writer(MessageQueue):
         if self._attention:
             self._attention = False
             try:
+                self._end_filling()
                 self._roster.reap()
                 self._see_to_roster(True)
                 if self._message is MessageState.OWED_ABORT:
@@ -411,19 +419,23 @@ class Writer(MessageQueue):
                 remedy="send it in parts, or raise max_message_bytes",
             )
         self._sending, self._began_ns = sending, _monotonic_ns()
+        self._in_flight = []  # an interrupt right behind the last message may have left it its own
         reasons: set[str] = set()
         if whole.fallbacks:
             reasons.add("unsupported_tensor")
         if self._pool.torn:
             self._pool.repair(self._published[0])
         try:
+            self._later = {} if self._is_followed(whole) else None
             placed = [self._place(source, reasons) for source in whole.sources]
             payload = build_payload(whole, placed)
             path = self._send_payload(payload, deadline_ns, reasons)
         except Exception:
+            self._end_filling()
             self._take_back_unsent()
             raise
         except BaseException:  # ctrl-C, at any point of this
+            self._end_filling()
             self._in_flight = []
             self._pool.repair(self._published[0])
             raise
@@ -452,6 +464,12 @@ class Writer(MessageQueue):
 
     def _send_payload(self, payload: list[Piece], deadline_ns: int | None, reasons: set[str]) -> str:
         nbytes = sum(map(len, payload))
+        if self._later:
+            if nbytes <= self._inline_bytes:
+                self._publish(layout.KIND_STREAMED, payload, deadline_ns, first=True)
+                self._fill(self._later)
+                return "block"
+            self._fill(self._later)
         if nbytes <= self._inline_bytes:
             path = "block" if self._in_flight else "inline"
             self._publish(layout.KIND_TABLE, payload, deadline_ns, first=True)
@@ -474,6 +492,8 @@ class Writer(MessageQueue):
                 return self._keep(self._take_room(self._pool.hold, lent[0], lent[1], source.nbytes))
             if isinstance(source, DeviceSource):
                 return self._fetch(source, reasons)
+            if self._later is not None:
+                return self._keep_for_later(source, self._later)
             return self._keep(self._copy_to_block(source.nbytes, source.write_to))
         except NoRoom as no_room:
             reasons.add(no_room.reason)
@@ -515,6 +535,51 @@ class Writer(MessageQueue):
         finally:
             self._pool.drop(block)
 
+    # ── streamed hand-over ───────────────────────────────────────────────────────────────────────
+    def _is_followed(self, message: Message) -> bool:
+        """Whether to publish this message before its blocks are filled (`arena.filling`): some reader moves it to its
+        device meanwhile. A forwarder would only have to wait."""
+        if not any([source.is_worth_following for source in message.sources]):
+            return False
+        if self._forwarder is not None and not all([one.process and not one.where for one in self._roster.counted]):
+            return False
+        return any([words[layout.READER_MOVES] for words in self._roster.words])
+
+    def _keep_for_later(self, source: Source, later: dict[Hold, Source]) -> HoldWords:
+        """A hold on a block that is still to be filled."""
+        block = self._take_room(self._pool.lend, source.nbytes)
+        try:
+            hold = self._take_room(self._pool.hold, block, block.offset, source.nbytes)
+        finally:
+            self._pool.drop(block)
+        later[hold] = source
+        return self._keep(hold)
+
+    def _fill(self, later: dict[Hold, Source]) -> None:
+        """Fill the holds in flight, in their order, and say how far that is if readers see the frame by now."""
+        filling = self._filling
+        for hold in self._in_flight:
+            source = later.get(hold)
+            if source is not None:
+                began_ns = _monotonic_ns()
+                for nbytes in source.write_in_chunks(hold.view()):
+                    if filling is not None:
+                        filling.reached(nbytes)
+                if self._log is not None:
+                    sequence = self._published[0] if filling is None else filling.sequence
+                    self._log.copied(sequence, hold.nbytes, _monotonic_ns() - began_ns)
+            if filling is not None:
+                filling.done(hold.nbytes)
+        self._later = self._filling = None
+
+    def _end_filling(self) -> None:
+        """Give up a frame that was published and is not filled, and tell whoever follows it."""
+        filling, self._later = self._filling, None
+        if filling is not None:
+            if self._published[0] > filling.sequence and filling.give_up() and self._probe is not None:
+                self._probe.event(Event.ABORT, filling.sequence, _monotonic_ns())
+            self._filling = None
+
     def _fetch(self, source: DeviceSource, reasons: set[str]) -> HoldWords:
         """A tensor from a device, by DMA where the block is pinned: it is there when this returns."""
         hold = self._copy_to_block(source.nbytes, source.write_to)
@@ -547,10 +612,13 @@ class Writer(MessageQueue):
             self._ring.write_trace(sequence, self._sending.trace)
         if kind != layout.KIND_FRAGMENT:
             self._hand_holds_over(sequence)
+        if kind == layout.KIND_STREAMED:
+            self._filling = Filling(sequence, self._ring.filled(sequence), [hold.nbytes for hold in self._in_flight])
+            self._attention = True  # should this and what makes up for it be interrupted, the next call is to see to it
         self._ring.publish(sequence)
         if self._log is not None:
             self._log.frame(sequence, now_ns)
-        if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT):
+        if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT, layout.KIND_STREAMED):
             # The call goes on, and readers may sleep already. Of a whole message they hear at the end of the call:
             # where cores are few, who is woken takes the writer's.
             self._wake_readers()
@@ -782,6 +850,7 @@ class Writer(MessageQueue):
         self._futex.wake()
 
     def _release_everything(self) -> None:
+        self._end_filling()
         if self._server is not None:
             self._server.stop()
             self._server = None

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("rich")
 
 from telemetry.commands.bench.device_moves import HOST, MOVES, RELEASES, Plan
+from telemetry.commands.bench.device_shared import SHARED
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,11 +51,12 @@ def test_it_measures_every_way_over_the_cpu_s_engine_and_needs_no_typer(run_dir)
     assert report["bench"] == "device"
     assert not report["comparable"]
     rows = {(row["case"], row["contender"]): row for row in report["contenders"]}
-    assert [name for case, name in rows if case.startswith("4 MB")] == list(MOVES)
+    assert [name for case, name in rows if case.startswith("20 MB to the device")] == list(MOVES)
+    assert [name for case, name in rows if "two devices" in case] == list(SHARED)
     assert [name for case, name in rows if "release" in case] == list(RELEASES)
     assert all(row["p50_ns"] > 0 for row in rows.values() if "release" not in row["case"])
-    assert rows["4 MB to the device", HOST]["remark"]
-    assert len(report["requirements"]) == 4
+    assert rows["20 MB to the device", HOST]["remark"]
+    assert len(report["requirements"]) == 5
 
 
 def test_without_a_device_it_is_refused_in_one_line(run_dir):

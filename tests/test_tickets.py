@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import signal
+import sys
 import threading
 import time
 import types
@@ -15,6 +16,7 @@ import torch
 
 import arena
 from arena import MessageQueue, QueueConfig, borrow, gate, layout
+from arena import tickets as tickets_module
 from arena.device import open_copies
 from arena.device.cpu.copies import COPIES, CpuStream
 from arena.gate import Gate
@@ -492,6 +494,72 @@ def test_a_number_that_an_interrupt_tore_leaves_its_word_with_the_stream(ends, s
     assert (again.index, again.number) == (first.index, first.number + 2)
     again.wait()
     assert ends.tickets._is_settled(ends.tickets._of_stream[streams[1]])
+
+
+def interrupt_at(count: int, action: Any) -> bool:
+    """Run something, with an interrupt before the n-th line that it runs in tickets.py; whether it got that far."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != tickets_module.__file__:
+            return None
+        if frame.f_code.co_name == "issue":
+            return None  # signals come after calls, and there are none between its lines that matter
+        if event == "line":
+            lines += 1
+            if lines == count:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_no_word_is_lost_to_an_interrupt_at_any_line_of_an_issue(ends):
+    line, interrupted = 0, True
+    while interrupted:
+        line += 1
+        with cpu_streams() as [stream]:
+            interrupted = interrupt_at(line, lambda stream=stream: ends.tickets.issue(COPIES, stream))
+            stream.synchronize()
+            again = ends.tickets.issue(COPIES, stream)
+            assert again is not None
+            again.wait()
+            words = list(ends.tickets._of_stream.values())
+            assert len({word.index for word in words}) == len(words), "no word has two streams"
+    assert line > 15
+    with cpu_streams(layout.TICKETS) as many:  # every word is to be had
+        assert {ends.tickets.issue(COPIES, stream).index for stream in many} == set(range(layout.TICKETS))
+
+
+def test_the_first_copy_after_a_dequeue_to_has_a_ticket(streams):
+    ends = Ends()
+    assert pins_of_a_first(ends) == {1: "pinned"}
+    sending = threading.Timer(0.2, lambda: ends.queue.enqueue(stamped(1)))
+    sending.start()
+    moved = ends.reader.dequeue_to("cpu", 20, stream=streams[0])
+    sending.join()
+    assert eventually(lambda: not ends.held() or None)
+    assert ends.tickets._of_stream[streams[0]].issued == 1
+    streams[0].synchronize()
+    assert bool((moved == 1).all())
+    ends.close()
+
+
+def pins_of_a_first(ends: Ends) -> dict[int, str]:
+    kept = ends.take(0)
+    found = pins(ends.reader)
+    del kept
+    assert eventually(lambda: not ends.held() or None)
+    return found
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────

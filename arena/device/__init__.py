@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from arena.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
 DEVICES: Final = ("cpu", "cuda")
@@ -247,6 +249,15 @@ class Copies(Protocol):
 
     def to_device(self, source: torch.Tensor, device: torch.device, stream: Stream, *, pinned: bool) -> torch.Tensor:
         """Queue a copy of a CPU tensor. Unless `pinned`, the source has been read when the call returns."""
+
+    def room(self, nbytes: int, device: torch.device, stream: Stream) -> torch.Tensor:
+        """So many bytes there, for what goes on this stream; nothing is in them yet."""
+
+    def copy_bytes(self, source: torch.Tensor, target: torch.Tensor, stream: Stream, *, pinned: bool) -> None:
+        """Queue a copy of bytes of the CPU's into as many from `room`; as `to_device` otherwise."""
+
+    def behind(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Within it, what the calling thread begins with a device's tensors comes after what is queued there."""
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Fill a CPU tensor of the same shape, after what is queued on the current stream; done on return."""

@@ -130,6 +130,15 @@ def searches() -> list[Search]:
         fails("messages", "abort", "WEAK"),
         fails("messages", "between_messages", "WEAK"),
         fails("messages", "published_before_first", "WEAK"),
+        # streamed hand-over
+        holds("streamed", "MESSAGES=2", quick=True),
+        holds("streamed", "TSO"),
+        holds("streamed", "WEAK"),
+        holds("streamed", "WEAK", "WRITER_DIES"),
+        *labels_left_out("streamed", "WEAK"),
+        fails("streamed", "gate", "WEAK", quick=True),
+        fails("streamed", "ended", "WEAK"),
+        fails("streamed", "last_look", "WEAK", "WRITER_DIES"),
         # all-reduce: on the CPU, and by pushing
         holds("board", "WEAK", "STEPS=6", quick=True),
         holds("board", "WEAK", "RANKS=3", "STEPS=4"),

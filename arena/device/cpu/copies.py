@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -243,6 +244,26 @@ class CpuCopies:
         else:
             (stream or _at_once).submit(partial(_move, target, address, nbytes, made, kept))
         return made
+
+    def room(self, nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
+        """See `arena.device.Copies`."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def copy_bytes(self, source: torch.Tensor, target: torch.Tensor, stream: Any, *, pinned: bool) -> None:
+        """See `arena.device.Copies`."""
+        address, nbytes, there = source.data_ptr(), source.nbytes, target.data_ptr()
+        if self._is_registered(address, nbytes) and pinned:
+            (stream or _at_once).submit(partial(_move, there, address, nbytes, target))
+        else:
+            (stream or _at_once).record().wait()
+            _move(there, address, nbytes)
+
+    def behind(self, stream: Any) -> AbstractContextManager[Any]:
+        """See `arena.device.Copies`. The CPU's collectives read at once, so it must be over."""
+        (stream or _at_once).record().wait()
+        return nullcontext()
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `arena.device.Copies`."""

@@ -68,17 +68,21 @@ class Exchange:
             for start, end in self._cut(given):
                 taken = self._step(given[:, start:end], tag)
                 tag = None
-                if operation == "reduce_scatter":
-                    self._adder.add(taken, out.view(-1)[start:end])
-                else:
-                    columns = out.view(self._board.world, given.shape[1])[:, start:end]
-                    for row, part in zip(columns.unbind(), taken, strict=True):
-                        row.copy_(part)
+                self._put(operation, taken, out, start, end)
         except OperandMismatch:
             raise  # on every rank, in the same step
         except BaseException as error:
             self._board.give_up(error)
             raise
+
+    def _put(self, operation: str, taken: list[torch.Tensor], out: torch.Tensor, start: int, end: int) -> None:
+        """One step's part of the result, columns `start` to `end` of each rank's row."""
+        if operation == "reduce_scatter":
+            self._adder.add(taken, out.view(-1)[start:end])
+            return
+        columns = out.view(self._board.world, out.numel() // self._board.world)[:, start:end]
+        for row, part in zip(columns.unbind(), taken, strict=True):
+            row.copy_(part)
 
     def _step(self, given: torch.Tensor, tag: Tag | None) -> list[torch.Tensor]:
         """Put rows down, and wait for the others'. What is returned may be read until the next step."""

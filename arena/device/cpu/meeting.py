@@ -130,7 +130,7 @@ def _unreachable(rank: int, error: OSError) -> CommunicatorClosed:
 def _take_from_all(place: Place, listener: socket.socket, nbytes: int) -> list[Peer]:
     peers: list[Peer] = []
     try:
-        while len(peers) < place.world - 1:
+        for _ in range(place.world - 1):
             if not select.select([listener], [], [], _SAYING_HELLO_MS / 1e3)[0]:
                 raise Declined("setup_failed", "a rank said that it had sent its memory, and it is not here")
             peers.append(_take_one(place, listener, nbytes, {peer.rank for peer in peers}))
@@ -147,7 +147,7 @@ def _take_one(place: Place, listener: socket.socket, nbytes: int, known: set[int
         uid = credentials(connection)[1]
         message, fds = receive(connection)
         rank = message.get("rank") if message is not None and uid == os.getuid() else None
-        if not isinstance(rank, int) or rank in known or len(fds) != 1:
+        if type(rank) is not int or rank not in range(place.world) or rank in {*known, place.rank} or len(fds) != 1:
             close_all(fds)
             raise Declined("setup_failed", f"a stranger (uid {uid}) came to the meeting of the ranks")
         segment = Segment.attach(fds[0], nbytes)

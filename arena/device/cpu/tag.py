@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ class Tag(NamedTuple):
 _codes: dict[torch.dtype, int] = {}
 
 
+@cache
 def _dtypes() -> list[torch.dtype]:
     return sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)[:64]
 

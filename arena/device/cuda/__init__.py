@@ -9,6 +9,7 @@ else.
     one_shot    everything to everyone, and what is moved          two_shot  each rank sums a part
     streams     one communicator, one stream                       watch     who died while a kernel waited
     symmetric   torch's symmetric memory                           nccl      the fallback
+    stopwatch   time between two events
     measure     time in a graph, and what to hold it against
 
 And the way there, for `arena.transfer`: `copies` by the GPU's own engines, and `pins`, the host memory they may read.
@@ -24,9 +25,8 @@ import torch
 
 from arena.device import Place, SetUp, Traits
 from arena.device.cuda import driver, nccl, push, symmetric
-from arena.device.cuda.copies import Relaxed
 from arena.device.cuda.one_shot import OneShot
-from arena.device.cuda.streams import cuda
+from arena.device.cuda.stopwatch import EventPair
 from arena.device.cuda.two_shot import TwoShot
 from arena.errors import InvalidArgument
 
@@ -73,33 +73,6 @@ class CudaDevice:
     def synchronize(self) -> None:
         """See `arena.device.Device`."""
         torch.cuda.synchronize()
-
-
-class EventPair:
-    """Times one operation on the current stream."""
-
-    def __init__(self) -> None:
-        self._began, self._ended = (cuda.Event(enable_timing=True) for _ in range(2))
-        self._timed = False
-
-    def start(self) -> None:
-        """Right before the operation. A capture runs nothing, so there is nothing to time."""
-        self._timed = not torch.cuda.is_current_stream_capturing()
-        if self._timed:
-            self._began.record()
-
-    def stop(self) -> None:
-        """Right after it was queued."""
-        if self._timed:
-            self._ended.record()
-
-    def elapsed_ns(self) -> int | None:
-        """How long it took, once it is over. Asked in a capture too, of an operation before it."""
-        with Relaxed():
-            if not self._timed or not self._ended.query():
-                return None
-            milliseconds: float = self._began.elapsed_time(self._ended)
-        return round(milliseconds * 1e6)
 
 
 Made = TypeVar("Made")

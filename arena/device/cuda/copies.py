@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Final
 
@@ -9,24 +10,8 @@ import torch
 
 from arena.device import Passage, WordWriter
 from arena.device.cuda import driver, pins
+from arena.device.cuda.stopwatch import EventPair
 from arena.device.cuda.streams import cuda
-
-_RELAXED: Final = 2
-
-
-class Relaxed:
-    """Around calls that the driver takes for unsafe while *another* thread captures a graph: they would end that.
-
-    They are not: nothing here waits for, or adds to, what is being captured.
-    """
-
-    __slots__ = ("_mode",)
-
-    def __enter__(self) -> None:
-        self._mode = driver.exchange_capture_mode(_RELAXED)
-
-    def __exit__(self, *error: object) -> None:
-        driver.exchange_capture_mode(self._mode)
 
 
 class CudaPassage:
@@ -40,7 +25,7 @@ class CudaPassage:
     def passed(self) -> bool:
         """See `arena.device.Passage`."""
         try:
-            with Relaxed():
+            with driver.Relaxed():
                 return bool(self._event.query())
         except RuntimeError:  # the device is lost (AcceleratorError is one, too)
             return True
@@ -48,32 +33,6 @@ class CudaPassage:
     def wait(self) -> None:
         """See `arena.device.Passage`."""
         self._event.synchronize()
-
-
-class _Stopwatch:
-    """Two events of one stream."""
-
-    __slots__ = ("_began", "_ended", "_stream")
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._began, self._ended = (cuda.Event(enable_timing=True) for _ in range(2))
-
-    def start(self) -> None:
-        """See `arena.device.Stopwatch`."""
-        self._began.record(self._stream)
-
-    def stop(self) -> None:
-        """See `arena.device.Stopwatch`."""
-        self._ended.record(self._stream)
-
-    def elapsed_ns(self) -> int | None:
-        """See `arena.device.Stopwatch`."""
-        with Relaxed():
-            if not self._ended.query():
-                return None
-            milliseconds: float = self._began.elapsed_time(self._ended)
-        return round(milliseconds * 1e6)
 
 
 class _EveryStream:
@@ -148,7 +107,7 @@ class CudaCopies:
 
     def enter_helper(self) -> None:
         """Make a context current, and stay out of the way of captures."""
-        driver.exchange_capture_mode(_RELAXED)
+        driver.exchange_capture_mode(driver.RELAXED)
         torch.cuda.set_device(_device_of_helper())
         torch.cuda.current_stream().query()  # the runtime makes the context current with its first call
 
@@ -158,7 +117,7 @@ class CudaCopies:
 
     def is_capturing(self, stream: Any) -> bool:
         """See `arena.device.Copies`."""
-        return driver.is_capturing(stream.cuda_stream)
+        return driver.is_capturing(stream.cuda_stream, stream.device_index)
 
     def record(self, stream: Any) -> Passage:
         """See `arena.device.Copies`."""
@@ -170,15 +129,29 @@ class CudaCopies:
         """See `arena.device.Copies`."""
         return _EveryStream()
 
-    def stopwatch(self, stream: Any) -> _Stopwatch:
+    def stopwatch(self, stream: Any) -> EventPair:
         """See `arena.device.Copies`."""
-        return _Stopwatch(stream)
+        return EventPair(stream)
 
     def to_device(self, source: torch.Tensor, device: torch.device, stream: Any, *, pinned: bool) -> torch.Tensor:
         """See `arena.device.Copies`."""
         with torch.cuda.stream(stream):
             made = torch.empty(source.shape, dtype=source.dtype, device=device)
             return made.copy_(source, non_blocking=pinned)
+
+    def room(self, nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
+        """See `arena.device.Copies`."""
+        with torch.cuda.stream(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def copy_bytes(self, source: torch.Tensor, target: torch.Tensor, stream: Any, *, pinned: bool) -> None:
+        """See `arena.device.Copies`."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=pinned)
+
+    def behind(self, stream: Any) -> AbstractContextManager[Any]:
+        """See `arena.device.Copies`."""
+        return torch.cuda.stream(stream)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `arena.device.Copies`."""

@@ -63,8 +63,27 @@ def has_context(index: int) -> bool:
     return active.value != 0
 
 
-def is_capturing(stream: int) -> bool:
-    """Whether what is queued on a stream now becomes part of a graph."""
+def need_context(index: int) -> None:
+    """Make that GPU's context this thread's if it has none, as its first call of CUDA's runtime would.
+
+    A thread that has not used CUDA yet has none, however long other threads have used it.
+    """
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if context.value:
+        return
+    device = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        _call("cuCtxSetCurrent", context)
+    finally:
+        _call("cuDevicePrimaryCtxRelease_v2", device)  # torch keeps it
+
+
+def is_capturing(stream: int, index: int) -> bool:
+    """Whether what is queued on a stream of that GPU now becomes part of a graph."""
+    need_context(index)
     status = ctypes.c_int()
     _call("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(status))
     return status.value != 0
@@ -103,11 +122,29 @@ def device_address(address: int) -> int:
     return found.value
 
 
+RELAXED: Final = 2
+
+
 def exchange_capture_mode(mode: int) -> int:
     """Set how strictly this thread is held to other threads' captures; returns what it was."""
     given = ctypes.c_int(mode)
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(given))
     return given.value
+
+
+class Relaxed:
+    """Around calls that the driver takes for unsafe while *another* thread captures a graph: they would end that.
+
+    They are not: nothing of ours waits for, or adds to, what is being captured.
+    """
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = exchange_capture_mode(RELAXED)
+
+    def __exit__(self, *error: object) -> None:
+        exchange_capture_mode(self._mode)
 
 
 def register(address: int, nbytes: int, flags: int) -> None:

@@ -1,7 +1,8 @@
 """`arena bench device`: from a writer's tensor to a reader's device, in bare pinned copies of the same bytes.
 
-A message that is copied to shared memory and from there to the device can't be faster than both copies; one that was
-lent, not than the second. What comes back is timed, too: a block's release after its copy.
+A message that is copied to shared memory and from there to the device can't be faster than both copies, unless it is
+streamed: then not than the longer one of them; one that was lent, not than the second. Where there are two devices, two
+readers get the same, each alone and shared out. What comes back is timed, too: a block's release after its copy.
 
 Where there is no typer: ``python -m telemetry.commands.bench.device [--device cpu] [--quick] [--json] [--check]``.
 """
@@ -27,24 +28,29 @@ from telemetry.commands.bench.device_moves import (
     PINNED,
     RELEASED_BYTES,
     RELEASES,
+    STREAMED,
     Plan,
     device_name,
     measure,
     why_not,
 )
+from telemetry.commands.bench.device_shared import LENT_SHARDED, SHARED, TWO_STREAMED, devices, measure_shared
 from telemetry.commands.bench.harness import Block, p50s, p99s, paired, spread
 from telemetry.commands.bench.report import Figure, Report, show
 from telemetry.commands.bench.settings import COMPARABLE_PAIRS, Settings, note
 
 DEVICES: Final = ("cuda", "cpu")
 SIZES: Final = (1_000_000, 23_000_000, 96_000_000, 213_000_000)
-QUICK_SIZES: Final = (1_000_000, 4_000_000)
+QUICK_SIZES: Final = (20_000_000,)
 _REPEATS: Final = 5
 _QUICK_ROUNDS: Final = 2
 _QUICK_REPEATS: Final = 1
 _RELEASES_A_ROUND: Final = 50
 _QUICK_RELEASES: Final = 4
 _LEAST_JUDGED: Final = 20_000_000  # below that the wake-ups count, not the copies
+_LEAST_STREAMED: Final = 200_000_000  # likewise: what streaming takes by itself counts at less
+_SHARED_BYTES: Final = 200_000_000
+_QUICK_SHARED_BYTES: Final = 20_000_000
 _DEADLINE_S: Final = 600.0
 
 
@@ -79,6 +85,7 @@ def measured(chosen: Settings) -> Report:
     repeats = _QUICK_REPEATS if chosen.quick else _REPEATS
     for nbytes in sizes:
         _report_moves(report, Plan(chosen.device, nbytes, MOVES, chosen.pairs, repeats))
+    _report_shared(report, chosen)
     _report_releases(report, chosen)
     return report
 
@@ -87,14 +94,48 @@ def _report_moves(report: Report, plan: Plan) -> None:
     case = f"{plan.nbytes / 1e6:g} MB to the device"
     note(case)
     blocks = run_apart(partial(measure, plan), _DEADLINE_S)
-    bare = p50s(blocks[BARE])
+    bare, host = p50s(blocks[BARE]), p50s(blocks[HOST])
     report.figures += [_figure(case, name, found, bare) for name, found in blocks.items()]
     if plan.nbytes >= _LEAST_JUDGED or report.settings.quick:
-        both = [there + here for there, here in zip(bare, p50s(blocks[HOST]), strict=True)]
-        report.require(f"{case}: lent, over a bare pinned copy", 1.25, "x", paired(p50s(blocks[LENT]), bare))
+        both = [there + here for there, here in zip(bare, host, strict=True)]
+        limit = 1.1 if plan.nbytes >= _LEAST_STREAMED else 1.25
+        report.require(f"{case}: lent, over a bare pinned copy", limit, "x", paired(p50s(blocks[LENT]), bare))
         report.require(
             f"{case}: pinned, over a host copy + a pinned one", 1.25, "x", paired(p50s(blocks[PINNED]), both)
         )
+    if plan.nbytes >= _LEAST_STREAMED or report.settings.quick:
+        longer = list(map(max, bare, host))
+        report.require(
+            f"{case}: streamed, over the longer of the two bare copies",
+            1.25,
+            "x",
+            paired(p50s(blocks[STREAMED]), longer),
+        )
+
+
+def _report_shared(report: Report, chosen: DeviceSettings) -> None:
+    """Two readers, a device each."""
+    found = run_apart(partial(devices, chosen.device), _DEADLINE_S)
+    if found < 2:
+        report.remarks.append(f"two readers: not measured, {found} device here")
+        return
+    nbytes = _QUICK_SHARED_BYTES if chosen.quick else _SHARED_BYTES
+    case = f"{nbytes / 1e6:g} MB to two devices, the slower reader"
+    note(case)
+    repeats = _QUICK_REPEATS if chosen.quick else _REPEATS
+    blocks = run_apart(partial(measure_shared, Plan(chosen.device, nbytes, SHARED, chosen.pairs, repeats)), _DEADLINE_S)
+    bare, host = p50s(blocks[BARE]), p50s(blocks[HOST])
+    report.figures += [_figure(case, name, one, bare) for name, one in blocks.items()]
+    longer = list(map(max, bare, host))
+    report.require(
+        f"{case}: streamed, over the longer of the two bare copies",
+        1.35,
+        "x",
+        paired(p50s(blocks[TWO_STREAMED]), longer),
+    )
+    report.require(
+        f"{case}: lent and sharded, over a bare pinned copy", 0.85, "x", paired(p50s(blocks[LENT_SHARDED]), bare)
+    )
 
 
 def _report_releases(report: Report, chosen: DeviceSettings) -> None:

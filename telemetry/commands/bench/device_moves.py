@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     import torch
 
 BARE, HOST = "bare pinned copy", "bare host copy"
+WRITTEN = "bare pinned copy, just written"
 PAGEABLE, PINNED, LENT = "arena, pageable", "arena, pinned", "arena, lent"
+STREAMED = "arena, streamed"
 TORCH, PICKLED = "pin_memory() and copy", "pickle, pipe and copy"
-MOVES: Final = (BARE, HOST, PAGEABLE, PINNED, LENT, TORCH, PICKLED)
+MOVES: Final = (BARE, WRITTEN, HOST, PAGEABLE, PINNED, STREAMED, LENT, TORCH, PICKLED)
 RELEASES: Final = ("ticket, idle reader", "helper, idle reader", "ticket, busy reader", "helper, busy reader")
 
 RELEASED_BYTES: Final = 1 << 20
@@ -96,16 +98,17 @@ def measure(plan: Plan) -> dict[str, list[Block]]:
 
 
 class _Queues:
-    """One queue whose readers pin, and one whose readers don't."""
+    """One queue whose readers pin, one whose readers don't, and one whose readers follow."""
 
     def __init__(self, plan: Plan) -> None:
         segment = -(-plan.nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         room: dict[str, Any] = {"segment_bytes": 2 * segment, "max_arena_bytes": 2 * segment}
         self.pinned: Any = MessageQueue(1, config=QueueConfig(name="bench-device", **room))
         self.pageable: Any = MessageQueue(1, config=QueueConfig(name="bench-pageable", pin="off", **room))
+        self.streamed: Any = MessageQueue(1, config=QueueConfig(name="bench-streamed", **room))
 
-    def handles(self) -> tuple[Any, Any]:
-        return self.pinned.export_handle(), self.pageable.export_handle()
+    def handles(self) -> tuple[Any, ...]:
+        return tuple(one.export_handle() for one in (self.pinned, self.pageable, self.streamed))
 
     def __enter__(self) -> _Queues:
         return self
@@ -113,6 +116,7 @@ class _Queues:
     def __exit__(self, *error: object) -> None:
         self.pinned.shutdown()
         self.pageable.shutdown()
+        self.streamed.shutdown()
 
 
 # ── the writer ───────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +129,8 @@ class _Writer:
         self._plan, self._queues, self._commands, self._payloads = plan, queues, commands, payloads
         self._source = torch.zeros(plan.nbytes, dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
-        queues.pinned.enqueue(self._source)  # the reader has it pinned
+        for queue in (queues.pinned, queues.streamed):
+            queue.enqueue(self._source)  # the reader has it pinned
 
     def take_turn(self, name: str, stamp: int) -> int:
         """One sample, in ns."""
@@ -135,7 +140,7 @@ class _Writer:
             began = _clock()
             self._target.copy_(self._source)
             return _clock() - began
-        if name in (BARE, TORCH):
+        if name in (BARE, WRITTEN, TORCH):
             return self._answer()
         self._source.fill_(stamp)
         if name == LENT:
@@ -143,6 +148,7 @@ class _Writer:
         sends: dict[str, Callable[[], object]] = {
             PINNED: partial(self._queues.pinned.enqueue, self._source),
             PAGEABLE: partial(self._queues.pageable.enqueue, self._source),
+            STREAMED: partial(self._queues.streamed.enqueue, self._source),
             PICKLED: self._pickle,
         }
         began = _clock()
@@ -152,10 +158,10 @@ class _Writer:
     def _lent(self, stamp: int) -> int:
         import torch
 
-        with self._queues.pinned.lend((self._plan.nbytes,), torch.uint8) as tensor:
+        with self._queues.streamed.lend((self._plan.nbytes,), torch.uint8) as tensor:
             tensor.fill_(stamp)
             began = _clock()
-            self._queues.pinned.enqueue(tensor)
+            self._queues.streamed.enqueue(tensor)
         del tensor
         return self._answer() - began
 
@@ -183,21 +189,22 @@ class _Writer:
 
 
 # ── the reader ───────────────────────────────────────────────────────────────────────────────────
-class _Rig:
+class Rig:
     """A device, one stream of it, and memory that is pinned without us."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, index: int = 0) -> None:
         import torch
 
         from arena.device import open_copies
 
         self.copies: Any = open_copies(kind)
-        self.device = torch.device(kind)
         self._is_cuda = kind == "cuda"
+        self.device = torch.device(kind, index) if self._is_cuda else torch.device(kind)
         if self._is_cuda:
             from arena.device.cuda.streams import cuda
 
             cuda.init()
+            cuda.set_device(index)
             self.stream: Any = cuda.Stream()
         else:
             from arena.device.cpu.copies import CpuStream
@@ -240,11 +247,9 @@ class _Rig:
 
 def _read(plan: Plan, commands: Connection, incoming: Connection) -> None:
     """The reader's process."""
-    pinned_handle, pageable_handle = commands.recv()
-    pinned: Any = MessageQueue.create_from_handle(pinned_handle, 0)
-    pageable: Any = MessageQueue.create_from_handle(pageable_handle, 0)
-    with pinned, pageable:
-        reader = _Reader(plan, pinned, pageable, incoming)
+    pinned, pageable, streamed = (MessageQueue.create_from_handle(handle, 0) for handle in commands.recv())
+    with pinned, pageable, streamed:
+        reader = _Reader(plan, pinned, pageable, streamed, incoming)
         commands.send("ready")
         for stamp, (_, name) in enumerate(plan.turns()):
             answer = reader.take_turn(name, stamp % 251)
@@ -253,25 +258,18 @@ def _read(plan: Plan, commands: Connection, incoming: Connection) -> None:
 
 
 class _Reader:
-    def __init__(self, plan: Plan, pinned: Any, pageable: Any, incoming: Connection) -> None:
-        self._rig = _Rig(plan.kind)
-        self._pinned, self._pageable, self._incoming = pinned, pageable, incoming
+    def __init__(self, plan: Plan, pinned: Any, pageable: Any, streamed: Any, incoming: Connection) -> None:
+        self._rig = Rig(plan.kind)
+        self._pinned, self._pageable, self._streamed, self._incoming = pinned, pageable, streamed, incoming
         first = pinned.dequeue(timeout=_PATIENCE_S)
         self._source = first.clone()
         self._bare = self._rig.pinned(self._source)
         pinned.to_device(first, plan.kind, self._rig.stream)
         del first
-        self._settle()
+        streamed.dequeue_to(self._rig.device, _PATIENCE_S, stream=self._rig.stream)
+        for reader in (pinned, streamed):
+            settle(reader)
         self._tickets = pinned._borrower._home.tickets
-
-    def _settle(self) -> None:
-        """Until segment and tickets are registered, or can't be."""
-        ends = time.monotonic() + _PATIENCE_S
-        while "pinning" in (self._pinned.statistics().pins or {1: "pinning"}).values():
-            if time.monotonic() > ends:
-                raise BlockFailed(f"segments are not pinned: {self._pinned.statistics().pins}")
-            time.sleep(0.005)
-        time.sleep(0.1)  # the tickets are registered right after
 
     def take_turn(self, name: str, stamp: int) -> int | None:
         """One sample: a duration if it is the reader's alone, else the time when all was there."""
@@ -279,7 +277,9 @@ class _Reader:
             return self._release(name)
         if name == HOST:
             return None
-        if name == BARE:
+        if name in (BARE, WRITTEN):
+            if name == WRITTEN:  # as the tensor that is lent has been
+                self._bare.fill_(stamp)
             began = _clock()
             self._rig.move(self._bare, pinned=True)
             return _clock() - began
@@ -294,6 +294,10 @@ class _Reader:
     def _take(self, name: str) -> torch.Tensor:
         if name == PICKLED:
             return self._rig.move(pickle.loads(self._incoming.recv_bytes()), pinned=False)
+        if name in (STREAMED, LENT):
+            followed: torch.Tensor = self._streamed.dequeue_to(self._rig.device, _PATIENCE_S, stream=self._rig.stream)
+            self._rig.wait()
+            return followed
         reader = self._pageable if name == PAGEABLE else self._pinned
         tensor = reader.dequeue(timeout=_PATIENCE_S)
         moved: torch.Tensor = reader.to_device(tensor, self._rig.device, self._rig.stream)
@@ -327,6 +331,16 @@ class _Reader:
         while _clock() < ended + _AFTER_S * 1e9:
             _work()
         return ended
+
+
+def settle(reader: Any) -> None:
+    """Until a reader's segments and tickets are registered, or can't be."""
+    ends = time.monotonic() + _PATIENCE_S
+    while "pinning" in (reader.statistics().pins or {1: "pinning"}).values():
+        if time.monotonic() > ends:
+            raise BlockFailed(f"segments are not pinned: {reader.statistics().pins}")
+        time.sleep(0.005)
+    time.sleep(0.1)  # the tickets are registered right after
 
 
 def _work() -> int:
