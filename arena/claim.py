@@ -136,23 +136,7 @@ class Claim:
                 raise _RosterChanged
 
         try:
-            while pending := self._pending(floor):
-                straggler = min(pending, key=lambda seat: seat.consumed)
-                try:
-                    passed = self._waiter.spin(straggler.words, floor, deadline_ns) or self._waiter.park(
-                        straggler.words,
-                        floor,
-                        futex=straggler.futex or self._futex,
-                        parked=self._parked,
-                        code=straggler.rank + 1,
-                        look=look,
-                        deadline_ns=deadline_ns,
-                    )
-                except _RosterChanged:
-                    self._see_to_roster(first)
-                    continue
-                if not passed:
-                    raise self._timed_out(floor)
+            self._outwait(floor, look, first=first, deadline_ns=deadline_ns)
         finally:
             if self.waiting:
                 self.waiting = False
@@ -161,6 +145,26 @@ class Claim:
             ended_ns = _monotonic_ns()
             self.waited_ns = ended_ns - started_ns
             self._charge(floor, started_ns, ended_ns, holders, n_counted)
+
+    def _outwait(self, floor: int, look: Callable[[int], None], *, first: bool, deadline_ns: int | None) -> None:
+        """Wait for one straggler after the other. In a function of its own: see `MessageQueue._new_lock`."""
+        while pending := self._pending(floor):
+            straggler = min(pending, key=lambda seat: seat.consumed)
+            try:
+                passed = self._waiter.spin(straggler.words, floor, deadline_ns) or self._waiter.park(
+                    straggler.words,
+                    floor,
+                    futex=straggler.futex or self._futex,
+                    parked=self._parked,
+                    code=straggler.rank + 1,
+                    look=look,
+                    deadline_ns=deadline_ns,
+                )
+            except _RosterChanged:
+                self._see_to_roster(first)
+                continue
+            if not passed:
+                raise self._timed_out(floor)
 
     def _alone_since(
         self, floor: int, pending: list[Seat], holders: dict[int, Seat], started_ns: int, now_ns: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -197,11 +197,14 @@ def key_of(opened: Device, device: torch.device, world: int) -> Key:
 def _agreed(cards: list[Card]) -> Mapping[str, Plan]:
     """Rank 0's plans, if all ranks ask for the same."""
     for rank, card in enumerate(cards):
+        if not _is_card(card):
+            raise _strange(rank, card)
+    for rank, card in enumerate(cards):
         if card.refused:
             remedy = "correct it there; no rank has made a communicator"
             raise InvalidArgument(f"rank {rank} asks for what can't be", found=card.refused, remedy=remedy)
     for rank, card in enumerate(cards):
-        if card.asked != cards[0].asked:
+        if _differ(card.asked, cards[0].asked):
             raise InvalidArgument(
                 f"rank 0 and rank {rank} ask for different communicators",
                 expected=f"device, plan, force_path and max_size as on rank 0: {cards[0].asked}",
@@ -209,6 +212,36 @@ def _agreed(cards: list[Card]) -> Mapping[str, Plan]:
                 remedy="make AllReduce with the same arguments on every rank",
             )
     return cards[0].plans
+
+
+def _differ(one: object, other: object) -> bool:
+    """Whether two ranks ask for different things; what can't be compared is different."""
+    try:
+        return bool(one != other)
+    except Exception:
+        return True
+
+
+def _is_card(found: object) -> bool:
+    """Whether a rank of this version can have said it."""
+    if type(found) is not Card or vars(found).keys() != {one.name for one in fields(Card)}:
+        return False
+    try:
+        repr(found)  # of another version, something in it may lack what this one's has
+    except Exception:
+        return False
+    plans: object = found.plans
+    texts = all(isinstance(one, str) for one in (found.refused, found.directory, found.instance))
+    return texts and isinstance(plans, dict) and all(type(one) is Plan for one in plans.values())
+
+
+def _strange(rank: int, said: object) -> SetUpFailed:
+    return SetUpFailed(
+        f"rank {rank} says what no rank of this Arena says",
+        expected="what it asks for, or what of it went wrong",
+        found=f"a {type(said).__name__}",
+        remedy="run the same Arena version on every rank",
+    )
 
 
 # ── what is to be had ────────────────────────────────────────────────────────────────────────────
@@ -229,7 +262,9 @@ def _set_up_paths(
         except Declined as declined:
             joined.declined[name] = (declined.reason, declined.text)
     said = Statement("said", dict(opened.broken()))
-    for answer in joined.rounds.exchange("comparing what was set up", said, budget.stage_s()):
+    for rank, answer in enumerate(joined.rounds.exchange("comparing what was set up", said, budget.stage_s())):
+        if not isinstance(answer.said, dict):
+            raise _strange(rank, answer.said)
         for name, text in answer.said.items():
             _drop(joined, name, text)
 

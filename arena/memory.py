@@ -12,7 +12,7 @@ so a concurrent reader sees a value never written (5.7 M of 27 M reads, measured
 
 - x86-64 keeps stores in order and loads in order (Intel SDM vol. 3, 9.2.3.2), so the cast memoryview
   already is that object. Only a load may pass an earlier store; where that matters (parking), `fence`
-  takes and drops an uncontended lock, whose release is a locked read-modify-write in every CPython.
+  takes an uncontended lock, which is a locked read-modify-write in every CPython.
 - aarch64 reorders freely. There `FencedWords` puts ``dmb ish`` after each load and before each store. The
   instruction is reached through eight bytes of machine code in a page of their own, since there is no
   compiler at install time; the kernel makes such a page coherent when it turns executable.
@@ -82,11 +82,10 @@ class Words(Protocol):
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────
 def _x86_fence() -> Callable[[], None]:
-    lock = threading.Lock()
+    new_lock = threading.Lock
 
     def fence() -> None:
-        with lock:
-            pass
+        new_lock().acquire()  # one of its own: a shared one that an interrupt left locked would be waited for for ever
 
     return fence
 
@@ -345,6 +344,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+_LABEL_BYTES: Final = 249  # the kernel takes no longer name of a memfd, which is for whoever looks into /proc
+
+
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────
 class Segment:
     """A memfd and this process's mapping of it. `close` drops the fd; the mapping goes with its last buffer."""
@@ -361,7 +363,8 @@ class Segment:
         """A new sealed segment, writable here and, unless `peers_may_write`, nowhere else."""
         fd = -1
         try:
-            fd = os.memfd_create(f"arena:{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            label = f"arena:{name}".encode(errors="replace")[:_LABEL_BYTES].decode(errors="ignore")
+            fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, nbytes)
             mapping = Mapping(fd, nbytes, writable=True)
             seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL

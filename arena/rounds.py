@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pickle
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from arena.aside import Aside, Hung
 from arena.device import Declined
-from arena.errors import PeerDied, RankMissing
+from arena.errors import PeerDied, RankMissing, SetUpFailed
 from arena.probe import Identity, identity, is_alive
 from arena.wait import deadline_after
 
@@ -41,6 +41,16 @@ class Statement:
     text: str = ""
     order: int = 0
 
+    def check(self) -> None:
+        """Refuse what no rank of this version posts.
+
+        Raises:
+            ValueError: says what.
+        """
+        if self.kind not in ("said", "done", "failed") or self.order not in (BY_ITSELF, BY_ANOTHER, LEFT_HANGING):
+            raise ValueError(f"kind {self.kind!r}, order {self.order!r}")
+        _check_texts(self.reason, self.text)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -50,6 +60,25 @@ class Verdict:
     reason: str = ""
     text: str = ""
     ranks: tuple[int, ...] = ()
+
+    def check(self, world: int) -> None:
+        """Refuse what no rank of this version proposes.
+
+        Raises:
+            ValueError: says what.
+        """
+        ranks: object = self.ranks
+        named = isinstance(ranks, tuple) and all(type(one) is int and 0 <= one < world for one in ranks)
+        if self.kind not in ("go", "failed", "missing", "died") or not named:
+            raise ValueError(f"kind {self.kind!r}, ranks {self.ranks!r} of {world}")
+        if self.kind in ("missing", "died") and not self.ranks:
+            raise ValueError(f"{self.kind}, and nobody is named")
+        _check_texts(self.reason, self.text)
+
+
+def _check_texts(*texts: object) -> None:
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"texts that are none: {texts!r}")
 
 
 class Rounds:
@@ -73,6 +102,10 @@ class Rounds:
             SetUpFailed: a rank could not take part, and said so.
         """
         answers = self.exchange("arriving", Statement("said", (identity(), said)), deadline_s)
+        for rank, answer in enumerate(answers):
+            came = answer.said
+            if not (isinstance(came, tuple) and len(came) == 2 and _is_identity(came[0])):
+                raise _unreadable(f"what rank {rank} said when it came", type(came).__name__)
         people, words = zip(*(answer.said for answer in answers), strict=True)
         self._people = [person if person.pid_namespace == identity().pid_namespace else None for person in people]
         return list(words)
@@ -104,7 +137,7 @@ class Rounds:
         statements, missing = self._collect(base, deadline_s)
         proposal = self._judge(what, statements, missing)
         kept: bytes = self._store.compare_set(f"{base}/verdict", "", pickle.dumps(proposal).hex())
-        return self._obey(base, pickle.loads(bytes.fromhex(_text(kept))))
+        return self._obey(base, self._verdict(kept))
 
     def _collect(self, base: str, deadline_s: float) -> tuple[dict[int, Statement], list[int]]:
         """Statements until all are there, time is up, a silent rank is dead, or somebody else has judged."""
@@ -115,7 +148,7 @@ class Rounds:
         while True:
             for rank in list(missing):
                 if self._store.check([f"{base}/{rank}"]):
-                    statements[rank] = pickle.loads(self._store.get(f"{base}/{rank}"))
+                    statements[rank] = self._statement(base, rank)
                     missing.remove(rank)
             over = time.monotonic_ns() >= deadline_ns or self._store.check([f"{base}/verdict"])
             if not missing or over or self._dead(missing):
@@ -149,7 +182,11 @@ class Rounds:
             raise self._death(verdict)
         if verdict.kind == "missing":
             raise _missing(verdict, self.rank, self.world)
-        return [pickle.loads(self._store.get(f"{base}/{rank}")) for rank in range(self.world)]
+        statements = [self._statement(base, rank) for rank in range(self.world)]
+        for statement in statements:
+            if statement.kind == "failed":  # it was another one when the verdict was found
+                raise Declined(statement.reason, statement.text)
+        return statements
 
     def _death(self, verdict: Verdict) -> PeerDied:
         rank = verdict.ranks[0]
@@ -168,8 +205,34 @@ class Rounds:
     def _kept(self, key: str) -> Verdict:
         if not self._store.check([key]):
             return Verdict("")
-        verdict: Verdict = pickle.loads(bytes.fromhex(_text(self._store.get(key))))
+        return self._verdict(self._store.get(key))
+
+    # ── what others wrote ────────────────────────────────────────────────────────────────────────
+    def _statement(self, base: str, rank: int) -> Statement:
+        """What a rank posted. What can't be read is a failure of that rank, and so the same verdict for all."""
+        try:
+            found = pickle.loads(self._store.get(f"{base}/{rank}"))
+            found.check()
+        except Exception as error:
+            text = f"what rank {rank} said can't be read ({type(error).__name__}: {error}): run one Arena on all ranks"
+            return Statement("failed", reason="setup_failed", text=text)
+        statement: Statement = found
+        return statement
+
+    def _verdict(self, kept: bytes | str) -> Verdict:
+        """The verdict that was kept; the same text for all, so the same error."""
+        try:
+            found = pickle.loads(bytes.fromhex(_text(kept)))
+            found.check(self.world)
+        except Exception as error:
+            raise _unreadable("the verdict of a round", f"{type(error).__name__}: {error}") from error
+        verdict: Verdict = found
         return verdict
+
+
+def _is_identity(found: object) -> bool:
+    names = [one.name for one in fields(Identity)]
+    return type(found) is Identity and all(type(getattr(found, name, None)) is int for name in names)
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -196,6 +259,15 @@ def _missing(verdict: Verdict, rank: int, world: int) -> RankMissing:
         expected=f"all {world} ranks within the deadline",
         found=f"nothing from {who}",
         remedy="look at what these ranks do (py-spy dump), or allow more time with deadline_s",
+    )
+
+
+def _unreadable(what: str, found: str) -> SetUpFailed:
+    return SetUpFailed(
+        f"{what} can't be read",
+        expected="what this version of Arena leaves in the group's store",
+        found=found,
+        remedy="run the same Arena version on every rank, and let nothing else write keys of its there",
     )
 
 

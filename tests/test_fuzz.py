@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from arena.codec import decode, read_table
 from arena.errors import CorruptFrame
-from tests.fuzz.parsers import PARSERS, SLOT_BYTES
+from tests.fuzz.common import SLOT_BYTES
+from tests.fuzz.parsers import PARSERS
+from tests.fuzz.run import NAMES, report
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("run_dir")
@@ -26,20 +28,17 @@ A_FEW = settings(
 
 
 def test_the_parsers_are_those_that_the_command_knows():
-    asked = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.run", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert all(name in asked.stdout for name in PARSERS)
+    assert list(PARSERS) == list(NAMES)
 
 
 def test_some_hundred_cases_for_each_parser_end_in_a_value_or_in_an_error_of_arenas():
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.run", "--all", "--cases", "500", "--seconds", "0.5"],
+        [sys.executable, "-m", "tests.fuzz.run", "--all", "--cases", "500", "--seconds", "0.3"],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
-        timeout=110,
+        timeout=200,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     outcomes = [json.loads(line) for line in finished.stdout.splitlines()]
@@ -47,22 +46,48 @@ def test_some_hundred_cases_for_each_parser_end_in_a_value_or_in_an_error_of_are
     assert all(one["cases"] and one["outcomes"] for one in outcomes)
 
 
+BROKEN = """
+import contextlib, ctypes, json, os, tests.fuzz.parsers as p, tests.fuzz.run as r
+from tests.fuzz.common import WalledBuffer, address_of
+
+class Fails:
+    def __del__(self):
+        raise KeyError("nobody hears of this")
+
+def believes_a_length(data):
+    view = room.put(data)
+    return str(len(ctypes.string_at(address_of(view), len(data) + (len(data) > 9))))
+
+def fails_in_a_destructor(data):
+    return str(len(data) > 9 and Fails() is None)
+
+def leaves_files_open(data):
+    return str(len(data) > 9 and os.open("/dev/null", os.O_RDONLY) < 0)
+
+room = WalledBuffer(1 << 17)
+for name in ("believes_a_length", "fails_in_a_destructor", "leaves_files_open"):
+    p.PARSERS[name] = (lambda: [b"12345678"], lambda run=globals()[name]: contextlib.nullcontext(run))
+    print(json.dumps(r.fuzz(name, 20000, 20, 1)))
+"""
+
+
 def test_what_is_wrong_is_found_and_named():
-    """A parser that believes a length: the harness has to catch the crash, and keep the case."""
-    program = (
-        "import contextlib, ctypes, json, tests.fuzz.parsers as p, tests.fuzz.run as r\n"
-        "@contextlib.contextmanager\n"
-        "def broken():\n"
-        "    yield lambda data: str(ctypes.string_at(int.from_bytes(data[:2], 'little')) if len(data) > 9 else 0)\n"
-        "p.PARSERS['broken'] = (lambda: [b'12345678'], broken)\n"
-        "print(json.dumps(r.fuzz('broken', 10000, 20, 1)))\n"
-    )
+    """Parsers that read one byte too far, fail where nobody catches it, or forget a descriptor."""
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+        [sys.executable, "-c", BROKEN], capture_output=True, text=True, check=True, cwd=ROOT, timeout=90
     )
-    outcome = json.loads(ran.stdout)
-    assert outcome["found"] == "SIGSEGV"
-    assert len(bytes.fromhex(outcome["case"])) > 9
+    too_far, unheard, left_open = (json.loads(line) for line in ran.stdout.splitlines())
+    assert too_far["found"] == "SIGSEGV"
+    assert len(bytes.fromhex(too_far["case"])) > 9
+    assert "nobody hears of this" in unheard["raised"]
+    assert "descriptors are open" in left_open["raised"]
+
+
+def test_runs_are_summed_up_by_parser():
+    one = {"parser": "plan", "cases": 1000, "seconds": 2.5, "found": ""}
+    table = report([json.dumps(one), json.dumps(one), json.dumps(one | {"parser": "frame", "found": "SIGSEGV"})])
+    assert "| plan | 2,000 | 5 | 0 |" in table
+    assert "| all | 3,000 | 8 | 1 |" in table
 
 
 @A_FEW

@@ -159,6 +159,7 @@ class Attachment:
                 remedy="it is shutting down, or this process runs under another uid than the writer",
             )
         if "refused" in message:
+            close_all(fds)
             kind = AttachRefused if message.get("kind") == "AttachRefused" else HandleMismatch
             raise kind(str(message["refused"]))
         self._keep(message.get("segments"), fds)

@@ -32,7 +32,7 @@ def is_elsewhere(handle: Handle) -> bool:
         HandleMismatch: it has to, and the queue has no address.
     """
     here = not handle.host or handle.host == host_id()
-    if here and (handle.remote is None or (Path(handle.directory) / SOCKET).exists()):
+    if here and (handle.remote is None or os.path.exists(os.path.join(handle.directory, SOCKET))):
         return False
     if handle.remote is None:
         raise HandleMismatch(

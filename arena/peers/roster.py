@@ -5,13 +5,32 @@ from __future__ import annotations
 import socket
 import threading
 from array import array
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from arena import layout
 from arena.errors import AttachRefused
+from arena.held import HeldLock
 from arena.layout import Geometry
 from arena.memory import Futex, Mapping, Words, ordered_words
 from arena.peers.process import Process
 from arena.state import Peer, move
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def locked(method: Callable[Concatenate[Roster, P], R]) -> Callable[Concatenate[Roster, P], R]:
+    """With the roster's lock held. The method's loops have no `with` around them in their own function: see
+    `MessageQueue._new_lock`."""
+
+    @wraps(method)
+    def holding(self: Roster, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return holding
 
 
 class Seat:
@@ -83,7 +102,7 @@ class Roster:
     """All seats, and the rules by which they change. Two threads of the writer's process change it, under `lock`."""
 
     def __init__(self, n_reader: int, ring: Mapping, geometry: Geometry) -> None:
-        self.lock = threading.Lock()
+        self.lock = HeldLock()
         self.geometry = geometry
         self._ranks = ring.words(layout.RANKS_OFFSET, layout.MAX_READERS)
         self._live = ring.words(layout.LIVE_OFFSET, layout.WRITER_WORDS)
@@ -97,6 +116,7 @@ class Roster:
         self.everyone_came = threading.Event()
 
     # ── the attach thread's part ─────────────────────────────────────────────────────────────────
+    @locked
     def seat_reader(
         self, rank: int, control: Mapping, process: Process, connection: socket.socket, where: str = ""
     ) -> Seat:
@@ -105,37 +125,36 @@ class Roster:
         Raises:
             AttachRefused: the rank does not exist, or somebody alive has it.
         """
-        with self.lock:
-            if not 0 <= rank < len(self.seats):
-                raise AttachRefused(
-                    f"there is no rank {rank} in this queue",
-                    expected=f"a rank from 0 to {len(self.seats) - 1}",
-                    found=str(rank),
-                    remedy="create the queue with a larger n_reader, or correct the rank",
-                )
-            self._reap()
-            seat = self.seats[rank]
-            if seat.state in (Peer.ATTACHED, Peer.JOINING):
-                raise AttachRefused(
-                    f"rank {rank} is taken",
-                    expected="one process per rank",
-                    found=f"{seat.describe()} attached as {rank} and alive",
-                    remedy="give each worker its own rank, or end that process first",
-                )
-            if seat.state is not Peer.EXPECTED:
-                seat = self.seats[rank] = Seat(rank, seat.state, self.geometry)
-                self._ranks[rank] = layout.NOT_ADMITTED
-            seat.state = move(seat.state, "attach")
-            self._fill(seat, control, process, connection)
-            host, _, pid = where.rpartition(":")
-            if host and pid.isdecimal():
-                seat.where, seat.pid = host, int(pid)
-            self.news.append(("attach", seat))
-            self._recount()
-            if all(one.state is not Peer.EXPECTED for one in self.seats):
-                self._live[layout.READY] = 1
-                self.everyone_came.set()
-            return seat
+        if not 0 <= rank < len(self.seats):
+            raise AttachRefused(
+                f"there is no rank {rank} in this queue",
+                expected=f"a rank from 0 to {len(self.seats) - 1}",
+                found=str(rank),
+                remedy="create the queue with a larger n_reader, or correct the rank",
+            )
+        self._reap()
+        seat = self.seats[rank]
+        if seat.state in (Peer.ATTACHED, Peer.JOINING):
+            raise AttachRefused(
+                f"rank {rank} is taken",
+                expected="one process per rank",
+                found=f"{seat.describe()} attached as {rank} and alive",
+                remedy="give each worker its own rank, or end that process first",
+            )
+        if seat.state is not Peer.EXPECTED:
+            seat = self.seats[rank] = Seat(rank, seat.state, self.geometry)
+            self._ranks[rank] = layout.NOT_ADMITTED
+        seat.state = move(seat.state, "attach")
+        self._fill(seat, control, process, connection)
+        host, _, pid = where.rpartition(":")
+        if host and pid.isdecimal():
+            seat.where, seat.pid = host, int(pid)
+        self.news.append(("attach", seat))
+        self._recount()
+        if all(one.state is not Peer.EXPECTED for one in self.seats):
+            self._live[layout.READY] = 1
+            self.everyone_came.set()
+        return seat
 
     def _fill(self, seat: Seat, control: Mapping, process: Process, connection: socket.socket) -> None:
         seat.pid = process.who.pid
@@ -149,58 +168,58 @@ class Roster:
         seat.futex = control.futex(layout.LIVE_OFFSET + layout.CONSUMED * layout.WORD)
 
     # ── the writer's part ────────────────────────────────────────────────────────────────────────
+    @locked
     def admit(self, sequence: int) -> None:
         """Between two messages: readers that joined take part from `sequence` on."""
-        with self.lock:
-            for seat in self.seats:
-                if seat.state is Peer.JOINING:
-                    seat.first = sequence
-                    self._ranks[seat.rank] = sequence
-                    seat.state = move(seat.state, "admit")
-            self._recount()
-            self.changed = False
+        for seat in self.seats:
+            if seat.state is Peer.JOINING:
+                seat.first = sequence
+                self._ranks[seat.rank] = sequence
+                seat.state = move(seat.state, "admit")
+        self._recount()
+        self.changed = False
 
+    @locked
     def reap(self) -> bool:
         """Notice who left or died; True if anybody did."""
-        with self.lock:
-            return self._reap()
+        return self._reap()
 
+    @locked
     def take_death(self) -> Seat:
         """The first death not reported yet."""
-        with self.lock:
-            return self.deaths.pop(0)
+        return self.deaths.pop(0)
 
+    @locked
     def take_news(self) -> list[tuple[str, Seat]]:
         """Arrivals and departures since the last call, for the event ring."""
-        with self.lock:
-            news, self.news = self.news, []
-            return news
+        news, self.news = self.news, []
+        return news
 
+    @locked
     def missing(self) -> list[int]:
         """Ranks that have not attached."""
-        with self.lock:
-            return [seat.rank for seat in self.seats if seat.state is Peer.EXPECTED]
+        return [seat.rank for seat in self.seats if seat.state is Peer.EXPECTED]
 
+    @locked
     def connections(self) -> list[tuple[Seat, socket.socket]]:
         """The open connections of readers that may need new segments."""
-        with self.lock:
-            return [(seat, seat.connection) for seat in self.seats if seat.connection is not None]
+        return [(seat, seat.connection) for seat in self.seats if seat.connection is not None]
 
+    @locked
     def close(self) -> None:
         """Drop every connection and pidfd."""
-        with self.lock:
-            for seat in [*self.seats, *self.departed]:
-                self._hang_up(seat)
-                if seat.process is not None:
-                    seat.process.close()
+        for seat in [*self.seats, *self.departed]:
+            self._hang_up(seat)
+            if seat.process is not None:
+                seat.process.close()
 
+    @locked
     def let_go(self, owing: set[Seat]) -> None:
         """Forget who left, once they owe no block; until then their death gives the block back."""
-        with self.lock:
-            for seat in self.departed:
-                if seat not in owing and seat.process is not None:
-                    seat.process.close()
-            self.departed = [seat for seat in self.departed if seat in owing]
+        for seat in self.departed:
+            if seat not in owing and seat.process is not None:
+                seat.process.close()
+        self.departed = [seat for seat in self.departed if seat in owing]
 
     def _reap(self) -> bool:
         found = False

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from arena import layout
 from arena.errors import ArenaError, HandleMismatch, QueueClosed
+from arena.held import HeldLock
 from arena.memory import Mapping, Segment
 from arena.peers.process import Process, credentials
 from arena.peers.roster import Roster
@@ -25,6 +26,7 @@ from arena.probe import Identity
 _HELLO_TIMEOUT_S: Final = 5.0
 _BACKLOG: Final = 512
 _PAUSE_S: Final = 0.02
+_MAX_WHERE: Final = 128  # characters of host:pid
 _WORD_MASK: Final = (1 << 64) - 1
 
 
@@ -47,7 +49,7 @@ class AttachServer:
         segments: Callable[[], list[tuple[int, int, int]]],
         on_attach: Callable[[], None],
     ) -> None:
-        self.lock = threading.Lock()
+        self.lock = HeldLock()
         self._path = directory / name
         self._handle = handle
         self._roster = roster
@@ -186,7 +188,7 @@ class AttachServer:
         secret = message.get("secret")
         if found != expected or not isinstance(secret, str):
             raise HandleMismatch("the reader's handle is for another queue", expected=str(expected), found=str(found))
-        if not hmac.compare_digest(secret.encode(), self._handle.secret.encode()):
+        if not hmac.compare_digest(secret.encode(errors="replace"), self._handle.secret.encode()):
             raise HandleMismatch(
                 "the reader does not know this queue's secret",
                 expected="the secret in the handle",
@@ -194,9 +196,9 @@ class AttachServer:
                 remedy="send the reader the handle that export_handle() gave",
             )
         who = message.get("who")
-        shape = isinstance(who, list) and len(who) == 3 and all(isinstance(one, int) for one in who)
-        rank = message.get("rank")
-        shape = shape and isinstance(message.setdefault("where", ""), str)
+        shape = isinstance(who, list) and len(who) == 3 and all(type(one) is int and 0 <= one < 1 << 64 for one in who)
+        rank, where = message.get("rank"), message.setdefault("where", "")
+        shape = shape and isinstance(where, str) and len(where) <= _MAX_WHERE
         if not shape or not isinstance(rank, int) or isinstance(rank, bool) or len(fds) != 1:
             raise HandleMismatch("the reader's hello is malformed", expected="rank, identity and one control segment")
 
@@ -212,6 +214,14 @@ class AttachServer:
             layout.IDENTITY_HOLDS: geometry.max_holds,
         }
         found = {index: words[index] for index in expected}
+        magic, version = found[layout.IDENTITY_MAGIC], found[layout.IDENTITY_VERSION]
+        if magic == layout.CONTROL_MAGIC and version != layout.VERSION:
+            raise HandleMismatch(
+                f"the reader has another version of Arena than the writer of queue {self._handle.name!r}",
+                expected=f"memory layout {layout.VERSION}",
+                found=f"memory layout {version}",
+                remedy="run the same Arena version in every process of the engine",
+            )
         if found != expected:
             raise HandleMismatch(
                 "the reader's control segment is not one of this queue's",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 import socket
 from array import array
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from arena.errors import HandleMismatch, OutOfDescriptors
-from arena.layout import MAX_READERS, Geometry
+from arena.layout import MAX_READERS, VERSION, Geometry
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = VERSION  # one number for what is said and for how memory is laid out: a handle tells of both
 MAGIC: Final = "arena-queue"
 MAX_SEGMENTS: Final = 128
 _MAX_HELLO_BYTES: Final = 1 << 16
@@ -40,6 +41,15 @@ class RemoteAddress:
     client_secret: str = field(repr=False)
     timeout_s: float
     window_bytes: int
+
+    def wrong(self) -> list[str]:
+        """The fields that can't be what a writer put there."""
+        keys = ("server_key", "client_key", "client_secret")
+        good = {name: _is_key(getattr(self, name)) for name in keys}
+        good["endpoint"] = _is_endpoint(self.endpoint)
+        good["timeout_s"] = type(self.timeout_s) in (int, float) and 0 < self.timeout_s <= _LONGEST_S
+        good["window_bytes"] = type(self.window_bytes) is int and 0 < self.window_bytes <= _LARGEST
+        return [name for name, is_good in good.items() if not is_good]
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,11 @@ class Handle:
         wrong = [name for name, kind in _KINDS.items() if type(getattr(self, name)) is not kind]
         if not wrong:
             shape = vars(self.geometry)
-            wrong = [f"geometry.{name}" for name, value in shape.items() if type(value) is not int or value <= 0]
+            wrong = [f"geometry.{name}" for name, value in shape.items() if not _is_count(value)]
+        if not wrong and type(self.remote) is RemoteAddress:
+            wrong = [f"remote.{name}" for name in self.remote.wrong()]
+        elif not wrong and self.remote is not None:
+            wrong = ["remote"]
         if not wrong:
             wrong = [name for name, (least, most) in self._bounds().items() if not least <= getattr(self, name) <= most]
         if not wrong:
@@ -107,6 +121,10 @@ class Handle:
         }
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 < value <= _LARGEST_COUNT
+
+
 def _is_text(value: str) -> bool:
     """Whether it may stand in a path, and be sent."""
     try:
@@ -116,13 +134,31 @@ def _is_text(value: str) -> bool:
 
 
 _LARGEST: Final = 1 << 62
+_LARGEST_COUNT: Final = 1 << 30  # of slots, of bytes of a slot, of holds
+_LONGEST_S: Final = 1e6
 _MAX_TEXT_BYTES: Final = 4096
+_ENDPOINT: Final = re.compile(r"tcp://(?:\[[^\s\[\]/]{1,300}\]|[^\s\[\]/:]{1,300}):([0-9]{1,5})", re.ASCII)
+_Z85: Final = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _KINDS: Final[dict[str, type]] = {
     **dict.fromkeys(("name", "instance", "directory", "secret", "views", "pin", "serializer", "host"), str),
     **dict.fromkeys(("n_reader", "n_local_reader", "max_message_bytes", "max_arena_bytes"), int),
     **dict.fromkeys(("prefault", "probes"), bool),
     "geometry": Geometry,
 }
+
+
+def _is_endpoint(found: object) -> bool:
+    where = _ENDPOINT.fullmatch(found) if isinstance(found, str) else None
+    return where is not None and 0 < int(where[1]) < 1 << 16
+
+
+def _is_key(found: object) -> bool:
+    """Whether it is 32 bytes in Z85 (RFC 32 of ZeroMQ): 8 groups of 5 digits, each of them a word."""
+    key = found if isinstance(found, str) else ""
+    digits = [_Z85.find(one) for one in key]
+    groups = [digits[at : at + 5] for at in range(0, len(digits), 5)]
+    values = [sum(digit * 85**power for power, digit in enumerate(reversed(group))) for group in groups]
+    return len(digits) == 40 and min(digits) >= 0 and max(values) < 1 << 32
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: list[int], *, flags: int = 0) -> None:
@@ -151,7 +187,7 @@ def receive(connection: socket.socket, *, peek: bool = False) -> tuple[dict[str,
         message = json.loads(data)
         if not isinstance(message, dict) or flags & socket.MSG_TRUNC:
             raise ValueError("not an object, or cut short")
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         close_all(fds)
         raise HandleMismatch(
             "the other end of the attach socket does not speak Arena's hand-shake", found=str(error)

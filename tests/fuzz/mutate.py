@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 import struct
 from collections.abc import Callable
+from typing import Any
 
 MAX_BYTES = 1 << 17
 NUMBERS = (0, 1, 2, 3, 7, 8, 15, 16, 63, 64, 255, 256, 4095, 4096, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40,
@@ -23,6 +26,8 @@ TOKENS = (
     b"NaN",
     b"\\ud800",
 )
+
+VALUES = (*NUMBERS, -1, True, None, 0.5, 10**30, "", "x", "\ud800", "\0", "a" * 300, "9" * 5000, [], {}, [0], [[]])
 
 Mutation = Callable[[random.Random, bytearray], None]
 
@@ -72,8 +77,23 @@ def _digits(chance: random.Random, data: bytearray) -> None:
         data[at : at + 1] = str(chance.choice(NUMBERS)).encode()
 
 
+def _field(chance: random.Random, data: bytearray) -> None:
+    """One value somewhere in JSON becomes another: so what is behind the parser gets to see it, too."""
+    if data[:1] not in (b"{", b"["):
+        return
+    with contextlib.suppress(ValueError, RecursionError):
+        whole = at = json.loads(data)
+        inside: Any = None
+        while isinstance(at, dict | list) and at and (inside is None or chance.random() < 0.7):
+            inside, key = at, chance.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            at = inside[key]
+        if inside is not None:
+            inside[key] = chance.choice(VALUES)
+            data[:] = json.dumps(whole).encode()
+
+
 IN_PLACE: tuple[Mutation, ...] = (_flip, _byte, _word, _word)
-MUTATIONS: tuple[Mutation, ...] = (_flip, _byte, _word, _word, _word, _cut, _remove, _insert, _repeat, _digits)
+MUTATIONS: tuple[Mutation, ...] = (*IN_PLACE, _word, _cut, _remove, _insert, _repeat, _digits, _field, _field)
 
 
 def mutated(chance: random.Random, corpus: list[bytes], *, in_place: bool = False) -> bytes:
