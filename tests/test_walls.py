@@ -2,8 +2,10 @@
 
 import ast
 import contextlib
+import itertools
 import os
 import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -12,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from arena import Handle, MessageQueue, QueueConfig
-from arena.errors import ArenaError, OutOfMemory
+from arena import Handle, MessageQueue, QueueConfig, RemoteConfig
+from arena.errors import ArenaError, OutOfMemory, PeerDied, QueueTimeout
 from tests.support import fleet as hand
 from tests.support import processes
 from tests.support.fleet import Here, arena_maps, eventually, open_fds
@@ -184,6 +186,8 @@ def wall_clock_users() -> set[str]:
     found = set()
     for path in sorted(ARENA.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+                found.add(path.relative_to(ARENA).as_posix())
             named = isinstance(node, ast.Attribute) and node.attr in ("time", "time_ns", "now", "CLOCK_REALTIME")
             if named and isinstance(node.value, ast.Name) and node.value.id in ("time", "datetime"):
                 found.add(path.relative_to(ARENA).as_posix())
@@ -197,6 +201,73 @@ def test_a_clock_that_is_set_moves_no_deadline():
     directory; nothing waits for it.
     """
     assert wall_clock_users() <= {"probe/page.py", "probe/reader.py", "probe/directory.py"}
+
+
+def set_the_clock_at_every_look(here: Here) -> None:
+    """Whoever asks for the time of day is told another year each time."""
+    real, looks = time.time, itertools.count()
+    time.time = lambda: real() + 3e7 * (-1) ** next(looks)
+    time.time_ns = lambda: int(time.time() * 1e9)
+
+
+def timed_out(here: Here, timeout: float) -> float:
+    began = time.monotonic()
+    with pytest.raises(QueueTimeout):
+        here.queue.dequeue(timeout=timeout)
+    return time.monotonic() - began
+
+
+def told_of_a_death(here: Here) -> int:
+    with pytest.raises(PeerDied) as told:
+        while True:
+            here.queue.enqueue("on", timeout=30)
+    return told.value.rank
+
+
+def test_while_the_clock_is_set_back_and_forth_messages_timeouts_and_deaths_are_as_ever(fleet):
+    writer, reader, other = fleet.start(), fleet.start(), fleet.start()
+    for worker in (writer, reader, other):
+        worker.call(set_the_clock_at_every_look)
+    handle = writer.call(hand.create, 2, slots=4, on_reader_death="raise")
+    reader.call(hand.attach, handle, 0)
+    other.call(hand.attach, handle, 1)
+    assert reader.call(timed_out, 0.2) >= 0.2
+    writer.call(hand.enqueue, "on")
+    assert (reader.call(hand.dequeue), other.call(hand.dequeue)) == ("on", "on")
+    other.kill()
+    assert writer.call(told_of_a_death) == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_gap_in_which_nobody_ran_is_nobody_s_silence_on_another_host(fleet, waits):
+    """As when virtual machines are paused, for longer than anybody may be silent."""
+    pytest.importorskip("zmq")
+    from tests.support import remotes
+
+    writer = fleet.start()
+    handle = writer.call(remotes.create, 1, RemoteConfig("127.0.0.1", timeout_s=1.0))
+    (reader,) = remotes.readers_afar(fleet, handle, 0)
+    writer.call(hand.enqueue, "first")
+    assert reader.call(hand.dequeue) == "first"
+    everybody = [writer.pid, reader.pid, writer.call(forwarder)]
+    waiting = reader.begin(hand.dequeue) if waits else None
+    time.sleep(0.1)
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.6)
+    for pid in everybody:
+        os.kill(pid, signal.SIGCONT)
+    if waiting is not None:
+        time.sleep(0.3)  # it looks, and finds that nothing has come for long
+    writer.call(hand.enqueue, "on it goes")
+    assert (waiting or reader.begin(hand.dequeue)).result() == "on it goes"
+    assert writer.call(hand.statistics).errors == {}
+
+
+def forwarder(here: Here) -> int:
+    from tests.support import remotes
+
+    return remotes.forwarder_of(here.queue)
 
 
 def test_a_gap_in_which_nobody_ran_is_no_death_and_loses_nothing(fleet):

@@ -16,6 +16,10 @@
  *
  * Assumed: a process that has ended has no copy in flight (the driver tears its context down before the pidfd tells).
  *
+ * Steps that nobody can tell apart are one: a look is as good at the end of what it looks for as anywhere before (a
+ * tensor that was overwritten stays so), a look by the writer finds whatever an earlier one would have found, and a
+ * process's own words are its own.
+ *
  * Properties: the assertions; and that all holds come back once every view is dead (else the writer waits for ever).
  */
 #define READERS 2
@@ -98,26 +102,21 @@ bool dead[READERS];
 #define SOMETHING (BACK_FROM_ALL(0) || BACK_FROM_ALL(1) || NEWS(0) || NEWS(1) || !left[0] && !dead[0] && DEAD(0))
 
 inline reap() {
-    d_step {
-        if :: !left[0] && !dead[0] && mem[READER_CLOSED(0)] -> left[0] = true :: else fi;
-        if :: !left[1] && !dead[1] && mem[READER_CLOSED(1)] -> left[1] = true :: else fi
-    };
-    d_step { if :: !left[0] && !dead[0] && DEAD(0) -> dead[0] = true :: else fi }
+    if :: !left[0] && !dead[0] && mem[READER_CLOSED(0)] -> left[0] = true :: else fi;
+    if :: !left[1] && !dead[1] && mem[READER_CLOSED(1)] -> left[1] = true :: else fi;
+    if :: !left[0] && !dead[0] && DEAD(0) -> dead[0] = true :: else fi
 }
 
-inline collect() {
-    h = 0;
-    do
-    :: h < HOLDS && BACK_FROM_ALL(h) ->
 #ifdef NO_hold_per_frame
-        d_step { hold[0].used = false; hold[1].used = false };  /* one frame's give-back frees the block */
+#define FREE(h) forget(0); forget(1)  /* one frame's give-back frees the block */
+#else
+#define FREE(h) forget(h)
 #endif
-        hold[h].used = false;
-        h++
-    :: h < HOLDS && !BACK_FROM_ALL(h) -> h++
-    :: h == HOLDS -> break
-    od;
-    h = 0
+inline forget(h) { hold[h].used = false; hold[h].generation = 0; hold[h].sequence = 0 }
+
+inline collect() {
+    if :: BACK_FROM_ALL(0) -> FREE(0) :: else fi;
+    if :: BACK_FROM_ALL(1) -> FREE(1) :: else fi
 }
 
 inline write_block() {
@@ -139,7 +138,7 @@ active proctype Writer() {
             write_block();  /* hoisted above the look at what came back */
 #endif
             do
-            :: hold[0].used || hold[1].used -> SOMETHING; reap(); collect()
+            :: d_step { (hold[0].used || hold[1].used) && SOMETHING -> reap(); collect() }
             :: !(hold[0].used || hold[1].used) -> break
             od;
             own = true;
@@ -151,7 +150,7 @@ active proctype Writer() {
         :: !hold[0].used -> h = 0
         :: !hold[1].used -> h = 1
         fi;
-        d_step {
+        atomic { d_step {
             generation++;
             hold[h].used = true;
             hold[h].generation = generation;
@@ -159,25 +158,22 @@ active proctype Writer() {
             frame[n].hold = h;
             frame[n].generation = generation;
             frame[n].tensor = tensor;
-            h = 0
+            h = 0;
+            n++
         };
-        store(WRITER, PUBLISHED, n + 1);
-        n++
+        store(WRITER, PUBLISHED, n) }
     :: n == FRAMES -> break
     od;
     do
-    :: hold[0].used || hold[1].used -> SOMETHING; reap(); collect()
+    :: d_step { (hold[0].used || hold[1].used) && SOMETHING -> reap(); collect() }
     :: !(hold[0].used || hold[1].used) -> break
     od
 }
 
 /* ── a reader ───────────────────────────────────────────────────────────────────────────────── */
 inline look_at(h) {
-    a = mem[BLOCK_A];
-    b = mem[BLOCK_B];
-    assert(a == view[h]);  /* not reused while held */
-    assert(b == view[h]);
-    d_step { a = 0; b = 0 }
+    assert(mem[BLOCK_A] == view[h]);  /* not reused while held */
+    assert(mem[BLOCK_B] == view[h])
 }
 
 #ifdef TICKETS
@@ -193,25 +189,31 @@ inline look_at(h) {
 inline give_back(h) {
 #ifdef NO_block_reusable_publish
     store(me, RETURNED(me, h), generation[h]);  /* hoisted above the last look */
-    look_at(h);
+    atomic { look_at(h); forget_view(h) }
 #else
-    look_at(h);
 #ifdef TICKETS
     if
-    :: me == 0 && asked[h] > 0 -> store(me, HOLD_TICKET(h), asked[h])
+    :: atomic { me == 0 && asked[h] > 0 -> look_at(h); store(me, HOLD_TICKET(h), asked[h]); asked[h] = 0 }
     :: else
     fi;
 #endif
-    GATE_OPEN(h);
-    store(me, RETURNED(me, h), generation[h]);  /* SYNC POINT block-reusable (publish) */
+    atomic {
+        GATE_OPEN(h) -> look_at(h);
+        store(me, RETURNED(me, h), generation[h]);  /* SYNC POINT block-reusable (publish) */
+        forget_view(h)
+    }
 #endif
-    d_step { view[h] = 0; generation[h] = 0; asked[h] = 0 }
 }
 
+inline forget_view(h) { d_step { view[h] = 0; generation[h] = 0; asked[h] = 0 } }
+
+/* How far a reader is matters to the writer only if it leaves early: otherwise nobody reads this word here. */
 #ifdef LEAVES
 #define MAY_LEAVE true
+#define consume(r) store(r, CONSUMED(r), n)
 #else
 #define MAY_LEAVE false
+#define consume(r) skip
 #endif
 
 #ifdef DEVICE
@@ -220,19 +222,19 @@ byte last_ticket;
 #endif
 
 proctype Reader(byte me) {
-    byte n, a, b;
+    byte n;
     byte view[HOLDS], generation[HOLDS], asked[HOLDS];
     bool leaving;
     {
         do
-        :: !leaving && mem[PUBLISHED] > n ->
+        :: atomic { !leaving && mem[PUBLISHED] > n ->
             d_step {
                 assert(view[frame[n].hold] == 0);  /* a hold in use is not given away again */
                 view[frame[n].hold] = frame[n].tensor;
-                generation[frame[n].hold] = frame[n].generation
+                generation[frame[n].hold] = frame[n].generation;
+                n++
             };
-            store(me, CONSUMED(me), n + 1);
-            n++
+            consume(me) }
         :: view[0] > 0 -> give_back(0)
         :: view[1] > 0 -> give_back(1)
 #ifdef DEVICE
@@ -241,7 +243,7 @@ proctype Reader(byte me) {
         :: me == 0 && view[1] > 0 && asked[1] == 0 && len(copies) < 2 ->
             d_step { last_ticket++; asked[1] = last_ticket; queued[1]++; copies!1,view[1] }
 #endif
-        :: !leaving && (MAY_LEAVE || n == FRAMES) -> store(me, READER_CLOSED(me), 1); leaving = true
+        :: atomic { !leaving && (MAY_LEAVE || n == FRAMES) -> store(me, READER_CLOSED(me), 1); leaving = true }
         :: me == 0 && leaving -> break  /* the process ends, and with it its views */
         :: me == 1 && leaving && view[0] == 0 && view[1] == 0 ->
 end_lives_on:
@@ -250,7 +252,7 @@ end_lives_on:
         skip
     } unless { killed[me] };
     d_step {
-        n = 0; a = 0; b = 0; leaving = false;
+        n = 0; leaving = false;
         view[0] = 0; view[1] = 0; generation[0] = 0; generation[1] = 0; asked[0] = 0; asked[1] = 0;
         killed[me] = true;
         gone[me] = true
@@ -258,28 +260,35 @@ end_lives_on:
 }
 
 #ifdef DEVICE
+inline copy() {
+    assert(mem[BLOCK_A] == tensor);  /* the copy's source stands still */
+    assert(mem[BLOCK_B] == tensor)
+}
+
 active proctype Device() {
-    byte h, tensor, a, b, done;
+    byte h, tensor, done;
     copying = true;
     {
 end:    do
-        :: copies?h,tensor ->
 #ifdef NO_ticket_reached_publish
+        :: copies?h,tensor ->
             done++;
             mem[TICKET] = done;  /* not behind the copy */
-#endif
-            a = mem[BLOCK_A];
-            b = mem[BLOCK_B];
-            assert(a == tensor);  /* the copy's source stands still */
-            assert(b == tensor);
-#ifndef NO_ticket_reached_publish
+            d_step { copy(); queued[h]--; h = 0; tensor = 0 }
+#else
+        :: d_step {
+            copies?h,tensor ->
+            copy();
             done++;
             mem[TICKET] = done;  /* SYNC POINT ticket-reached (publish) */
+            queued[h]--;
+            h = 0;
+            tensor = 0
+        }
 #endif
-            d_step { queued[h]--; h = 0; tensor = 0; a = 0; b = 0 }
         od
     } unless { killed[0] };
-    d_step { h = 0; tensor = 0; a = 0; b = 0; done = 0; copying = false }
+    d_step { h = 0; tensor = 0; done = 0; copying = false }
 }
 #endif
 

@@ -37,12 +37,17 @@ KEPT_BYTES = ARENA_BYTES * 9 // 10
 LARGEST = 400_000
 SLICE_S = 1.0
 WARM_S = 10.0
-GROWTH_BYTES = 24 << 20  # of resident memory: allocators breathe
+SEGMENT_BYTES = 1 << 20
+ROOM = {
+    "resident": 24 << 20,  # allocators breathe
+    "fds": 8,
+    "maps": 8 + ARENA_BYTES // SEGMENT_BYTES,  # the arena may have all its segments only after the first look
+}
 CONFIG = {
     "name": "soak",
     "slots": 32,
     "max_arena_bytes": ARENA_BYTES,
-    "segment_bytes": 1 << 20,
+    "segment_bytes": SEGMENT_BYTES,
     "max_holds": 256,
     "on_reader_death": "continue",
 }
@@ -58,14 +63,19 @@ def cut(seed: int, number: int) -> tuple[int, int]:
 def write_for(here: Here, seed: int, seconds: float) -> dict[str, Any]:
     """Send for a while."""
     if not hasattr(here, "source"):
-        here.source, here.number = source(seed), 0
+        here.source, here.number, here.refused = source(seed), 0, 0
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         at, nbytes = cut(seed, here.number)
-        here.queue.enqueue((here.number, here.source[at : at + nbytes]), timeout=60)
+        try:
+            here.queue.enqueue((here.number, here.source[at : at + nbytes]), timeout=1)
+        except QueueTimeout:  # on a busy machine the readers' part of the slice may be over before ours: sent again
+            here.refused += 1
+            continue
         here.number += 1
     told = here.queue.statistics()
-    return {"next": here.number, "used": told.arena_used_bytes, "used_max": told.arena_used_max_bytes, **footprint()}
+    numbers = {"next": here.number, "refused": here.refused}
+    return {**numbers, "used": told.arena_used_bytes, "used_max": told.arena_used_max_bytes, **footprint()}
 
 
 def read_for(here: Here, seed: int, seconds: float, keeping: int) -> dict[str, Any]:
@@ -124,9 +134,10 @@ class Soak:
         for rank, reader in enumerate(self.readers):
             reader.call(attach, self.handle, rank)
         self.faults: list[str] = []
-        self.messages = self.restarts = self.used_max = 0
+        self.messages = self.refused = self.restarts = self.used_max = 0
         self.first: dict[str, dict[str, int]] = {}
         self.worst: dict[str, dict[str, int]] = {}
+        self.last: dict[str, dict[str, int]] = {}
 
     def _start(self) -> Worker:
         worker = self.fleet.start()
@@ -141,7 +152,7 @@ class Soak:
         ]
         written = self.writer.begin(write_for, self.seed, seconds).result(within=90)
         self.used_max = max(self.used_max, written["used"])
-        self.messages = written["next"]
+        self.messages, self.refused = written["next"], written["refused"]
         results = {f"reader {rank}": call.result() for rank, call in enumerate(reading)}
         for who, result in results.items():
             if result["wrong"]:
@@ -153,12 +164,12 @@ class Soak:
                 self._compare(who, {name: result[name] for name in ("resident", "fds", "maps")})
 
     def _compare(self, who: str, seen: dict[str, int]) -> None:
+        self.last[who] = seen
         first = self.first.setdefault(who, seen)
         worst = self.worst.setdefault(who, dict(seen))
         for name, value in seen.items():
             worst[name] = max(worst[name], value)
-            room = GROWTH_BYTES if name == "resident" else 8
-            if value > first[name] + room:
+            if value > first[name] + ROOM[name]:
                 self.faults.append(f"{who}: {name} grew from {first[name]} to {value}")
 
     def restart(self) -> None:
@@ -211,12 +222,14 @@ def run(seconds: float, seed: int, restart_s: float) -> dict[str, Any]:
     return {
         "seconds": round(time.monotonic() - began, 1),
         "messages": soak.messages,
+        "refused_for_a_while": soak.refused,
         "restarts": soak.restarts,
         "faults": soak.faults[:20],
         "held_at_end": held,
         "arena_used_max_share": round(soak.used_max / ARENA_BYTES, 3),
         "when_warm": soak.first,
         "most": soak.worst,
+        "at_the_end": soak.last,
         "seed": seed,
         "machine": machine(),
     }
