@@ -330,8 +330,8 @@ class Writer(MessageQueue):
         for words in self._roster.words:
             if words[READER_PARKED]:
                 self._futex.wake()
-                if began_ns and self._waiter.crowded:
-                    _sched_yield()  # on one core with us, they need not wait for what is only looking
+                if self._waiter.crowded and (began_ns or self._forwarder is not None):
+                    _sched_yield()  # on one core with us, they need not wait for what is only looking, or for an answer
                 break
         if began_ns:
             self._look_at(sequence, nbytes, began_ns, now_ns)

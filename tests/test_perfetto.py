@@ -104,6 +104,7 @@ def test_stalls_are_in_the_name_and_colour_of_the_reader_to_blame(fleet, run_dir
     sent = writer.begin(traced.send_many, 10)
     pending = eventually(lambda: of_kind(drawn(run_dir), "X", "blocked by reader 1 (not over)"))
     assert pending[0]["args"]["pending"] == [1]
+    time.sleep(0.02)  # short waits are left out below
     slow.thaw()
     slow.call(drain, 10)
     sent.result()

@@ -113,8 +113,12 @@ class Setting:
         self.queue.enqueue(message(number), timeout=30)
 
     def take(self, number: int, *how: Any) -> list[tuple[Any, ...]]:
+        """The first message is there before any reader has said that it moves what comes, so it is not streamed."""
+        if number == 0:
+            self.send(number)
         calls = [worker.begin(take, rank, number, *how) for rank, worker in enumerate(self.workers)]
-        self.send(number)
+        if number:
+            self.send(number)
         return [call.result(60) for call in calls]
 
 

@@ -59,7 +59,7 @@ class Peer:
     # ── sending ──────────────────────────────────────────────────────────────────────────────────
     def send_some(self) -> bool:
         """Send one frame, or one chunk, if there is one and room for it."""
-        if self.lost_ns or not self._is_admitted():
+        if self.lost_ns or (self._cursor is None and not self._is_admitted()):
             return False
         try:
             if self._sending is not None:

@@ -191,18 +191,14 @@ class Server:
 
     def _send(self) -> bool:
         """Everybody in turn, a frame or a chunk each, so that nobody waits for another's large message."""
-        any_sent, sent = False, True
-        peers = self._order
+        sent, peers = False, self._order
         if self._ended is None and peers and peers[0].stand_in.is_closed:
             self._has_ended()
-        while sent:
-            sent = False
-            for peer in peers:
-                sent |= peer.send_some()
-            any_sent |= sent
+        for peer in peers:
+            sent |= peer.send_some()
         if self._ended is not None:  # since before the last look at what is published
-            any_sent |= any([peer.send_end(self._ended) for peer in peers])
-        return any_sent
+            sent |= any([peer.send_end(self._ended) for peer in peers])
+        return sent
 
     def _has_ended(self) -> bool:
         """Whether nothing more will be published. Not asked on the way of a message."""

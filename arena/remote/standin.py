@@ -65,13 +65,14 @@ class StandIn(Reader):
         timeout: seconds that the writer's process may take to answer.
     """
 
-    __slots__ = ("_front", "_kept", "_latest", "_waited_ns")
+    __slots__ = ("_front", "_kept", "_latest", "_sent_word", "_waited_ns")
 
     def __init__(self, handle: Handle, rank: int, where: str, latest: Latest, *, timeout: float | None) -> None:
         super().__init__(replace(handle, prefault=False), rank, timeout=timeout, on_warning=None, where=where)
         self._kept: dict[int, Outgoing] = {}
         self._latest = latest
         self._front = bytearray()  # of a message in fragments: as far as its table goes
+        self._sent_word = 0 if self._probe is None else self._probe.word("remote_sent_bytes_total")
 
     # ── how things stand ─────────────────────────────────────────────────────────────────────────
     @property
@@ -209,7 +210,7 @@ class StandIn(Reader):
     def sent(self, nbytes: int) -> None:
         """Count bytes that went out."""
         if self._probe is not None:
-            self._probe.count(self._probe.word("remote_sent_bytes_total"), nbytes)
+            self._probe.count(self._sent_word, nbytes)
 
     def resent(self, frames: int) -> None:
         """Count frames that have to go out again."""
