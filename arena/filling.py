@@ -1,7 +1,8 @@
 """Streamed hand-over: a frame is published first and its blocks are filled after that, while readers follow.
 
-"Copy a large tensor to shared memory, then to the device" takes the sum of two copies. Streamed, it takes about the
-longer one: a reader that moves the tensor to its device copies what is there by now, again and again.
+"Copy a large tensor to shared memory, then to the device" takes the sum of two copies. Streamed, it need not: a reader
+that moves the tensor to its device copies what is there, again and again. How much of the shorter copy this hides
+depends on whether the reader gets a core meanwhile, and on what memory bears (tests/bench/RESULTS.md).
 
 The word that says how much that is lies in the header of the frame's slot, and is the writer's alone. It counts bytes
 of the frame's holds, in the order in which its table names them, only grows, and ends at their sum: then the frame is
@@ -35,7 +36,7 @@ STREAMED_BYTES: Final = 16 << 20
 
 FIRST_CHUNK_BYTES: Final = 4 << 20
 LAST_CHUNK_BYTES: Final = 8 << 20
-"""Chunks grow from the first to the second: devices begin early, and torch's threads are not started too often."""
+"""Chunks grow from the first to the second: devices begin early, and the reader is told not too often."""
 
 _FIRST_SLEEP_NS: Final = 20_000
 _LAST_SLEEP_NS: Final = 1_000_000

@@ -3,7 +3,7 @@
 See `arena.filling` for the word that says how much that is. Here is how it is kept up with: at most two copies are on
 their way, one that is made and one that waits behind it, and each takes all that has come since the last. So where the
 writer is the slower one, its chunks are copied as they come; where the device is, copies grow until it keeps up, and
-there are few of them: each costs a device about as much as two megabytes do.
+there are few of them: each costs the reader some 50 us of calls.
 
 A hold's gate has all of the stream in it until its last copy is queued (`arena.gate`), so whatever ends the following
 in the middle, an abort, a timeout or an interrupt, the hold waits until the copies under way have passed.

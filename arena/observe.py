@@ -8,6 +8,7 @@ that costs about the same whatever their rate.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final
 
 from arena.blame import Charge
@@ -50,7 +51,7 @@ _NEWS: Final = {"attach": Event.ATTACH, "leave": Event.LEAVE, "death": Event.DEA
 _monotonic_ns = time.monotonic_ns
 
 
-class _Log:
+class _Log(ABC):
     """What both ends record."""
 
     __slots__ = (
@@ -125,9 +126,9 @@ class _Log:
             self._end_window(sequence)
             self.flush(now_ns)
 
+    @abstractmethod
     def flush(self, now_ns: int) -> None:
         """Copy out what observers read."""
-        raise NotImplementedError
 
     def _look_at_one_in(self, period: int) -> None:
         self.sample = period - 1
