@@ -192,6 +192,26 @@ def test_shutdown_from_inside_a_call_takes_effect_when_the_call_ends(pair):
         queue.enqueue(1)
 
 
+def test_the_second_of_two_threads_that_shut_down_returns_when_the_end_is_closed(pair, monkeypatch):
+    for end in pair():
+        began, go_on, release = threading.Event(), threading.Event(), type(end)._release_everything
+
+        def slowly(self: Any, began=began, go_on=go_on, release=release) -> None:
+            began.set()
+            assert go_on.wait(10)
+            release(self)
+
+        monkeypatch.setattr(type(end), "_release_everything", slowly)
+        first = in_thread(end.shutdown)
+        assert began.wait(10)
+        second = in_thread(end.shutdown)
+        second[0].join(0.2)
+        assert second[0].is_alive()
+        go_on.set()
+        for call in (first, second):
+            assert outcome_of(*call) is None
+
+
 # ── use from inside a call ───────────────────────────────────────────────────────────────────────
 class CallsBack:
     """Does something while it is pickled, and unpickles to `value`."""

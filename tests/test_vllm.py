@@ -558,3 +558,30 @@ def test_a_measured_engine_answers_as_ever(place, run_dir, monkeypatch):
     assert names == ["vllm:broadcast", "vllm:response:rank0", "vllm:response:rank1"]
     assert summary == [(0, 4, 24), (1, 4, 24), (0, 1 << 18, 6 << 18), (1, 1 << 18, 6 << 18)]
     assert (left, codes) == ([], [0, 0])
+
+
+def cut_off(place: str) -> list[list[str]]:
+    """What is left when a daemon thread was first to shut an end down, and got no further."""
+    module, _ = switched(place)
+    from arena.integrations.vllm import observer
+
+    queue = module.MessageQueue(1, 1)
+    close, began, never = observer._close, threading.Event(), threading.Event()
+
+    def stuck(page: Any) -> None:
+        began.set()
+        never.wait()
+
+    observer._close = stuck
+    threading.Thread(target=queue.shutdown, daemon=True).start()
+    assert began.wait(A_WHILE_S)
+    before, observer._close = queue_names(), close
+    queue.shutdown()
+    return [before, queue_names()]
+
+
+def test_a_page_is_gone_after_a_shutdown_though_another_thread_was_to_remove_it(place, run_dir, monkeypatch):
+    monkeypatch.setenv("ARENA_VLLM", "observe")
+    (before,), left = run(cut_off, place)
+    assert before.startswith("vllm:")
+    assert left == []

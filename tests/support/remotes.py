@@ -59,7 +59,10 @@ def listening(pid: int) -> set[tuple[str, int]]:
     """Addresses that a process listens on."""
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
-        link = os.readlink(f"/proc/{pid}/fd/{fd}")
+        try:
+            link = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except FileNotFoundError:  # closed meanwhile
+            continue
         if link.startswith("socket:["):
             inodes.add(link[8:-1])
     found = set()

@@ -115,6 +115,7 @@ class _Observed(Purposeful):
         page.proceeding(Endpoint.WORKING, time.monotonic_ns())
         page.flush(time.monotonic_ns())
         self._closing = util.Finalize(self, _close, args=(page,), exitpriority=_CLOSE_PRIORITY)
+        self._closing_pid = os.getpid()  # a forked child has this object too, but not the page
 
     # ── the writer ───────────────────────────────────────────────────────────────────────────────
     @contextlib.contextmanager
@@ -211,12 +212,20 @@ class _Observed(Purposeful):
         return message
 
     def shutdown(self) -> None:
-        """As vLLM's. The page goes."""
+        """As vLLM's. The page goes.
+
+        It is gone when this returns, even if another thread is about to remove it: that may be a daemon thread, which
+        the end of the process would cut off.
+        """
         if (own := getattr(super(), "shutdown", None)) is not None:
             own()
-        if self._page is not None:
-            self._page = None
-            self._closing()
+        page = self._page
+        if page is None:
+            return
+        if os.getpid() == self._closing_pid:
+            _close(page)
+        self._page = None
+        self._closing.cancel()
 
 
 def _holders(flags: Any) -> set[int]:
