@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -40,12 +41,25 @@ def _changed(example: Any, path: tuple[str, ...], value: Any) -> Any:
 
 
 def _case(data: bytes, paths: list[tuple[str, ...]]) -> tuple[tuple[str, ...], Any] | None:
-    """Number of a field, and its value, as JSON."""
+    """Number of a field, and its value, as JSON; of what is none, the first two bytes say which field and what."""
     try:
         number, value = json.loads(data)
         return paths[number % len(paths)], value
     except (TypeError, ValueError, RecursionError, OverflowError):
-        return None
+        return (paths[data[0] % len(paths)], _value(data[1], data[2:])) if len(data) > 2 else None
+
+
+def _value(kind: int, data: bytes) -> Any:
+    """Any bytes as a value of one of the types that a pickle may put into a field."""
+    kinds: list[Callable[[], Any]] = [
+        lambda: data.decode("latin-1"),
+        lambda: data.decode(errors="surrogateescape"),
+        lambda: int.from_bytes(data[:9], "little", signed=True),
+        lambda: struct.unpack("=d", data[:8].ljust(8, b"\0"))[0],
+        lambda: list(data[:9]),
+        lambda: data,
+    ]
+    return kinds[kind % len(kinds)]()
 
 
 def _seeds(count: int) -> list[bytes]:
@@ -72,11 +86,10 @@ def handles() -> Iterator[Run]:
             try:
                 changed = _changed(handle, *case)
                 changed.check()
-                if case[0][0] == "host":
-                    return "a host"  # from another one it would be asked for over the network
                 if case[0][0] == "remote":
                     return _reached(changed.remote, socket)
-                reader = MessageQueue.create_from_handle(changed, 0, timeout=2)
+                # Nothing is asked for over the network, as from another host it would be.
+                reader = MessageQueue.create_from_handle(replace(changed, remote=None), 0, timeout=2)
             except ArenaError as error:
                 return name_of(error)
             reader.shutdown()

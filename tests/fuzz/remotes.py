@@ -106,6 +106,8 @@ def forwarders() -> Iterator[Run]:
             if seated and not (isinstance(seated[0][0], int) and seated[0][1].isprintable()):
                 raise Wrong(f"{seated}")
             peer.forget()
+            for sequence in range(stand_in.following, stand_in.published):
+                stand_in.outgoing(sequence)  # of what was never sent, nobody would give the blocks back
             stand_in.acknowledge(stand_in.published)
             stand_in.forget()
             server._seating.clear()
