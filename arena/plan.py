@@ -85,6 +85,8 @@ class Plan:
         trouble = ""
         if not self.rows or sizes != sorted(set(sizes)) or sizes[0] < 0 or sizes[-1] != LARGEST:
             trouble = f"rows up to {sizes} bytes"
+        elif empty := [row.up_to for row in self.rows if not row.paths]:
+            trouble = f"no path for up to {empty[0]} bytes"
         elif unknown := named - set(ALLREDUCE_PATHS):
             trouble = f"unknown paths {sorted(unknown)}"
         elif unknown := set(self.excluded.values()) - set(DECLINE_REASONS):
@@ -196,7 +198,7 @@ def forced(path: str, fallback: str, plan: Plan, operation: str = "all_reduce") 
 def only(paths: Iterable[str], fallback: str, plan: Plan) -> Plan:
     """`plan` without the paths that are not among `paths`, the fallback aside."""
     allowed = {*paths, fallback}
-    rows = [Row(row.up_to, tuple(path for path in row.paths if path in allowed)) for row in plan.rows]
+    rows = [Row(row.up_to, tuple(path for path in row.paths if path in allowed) or (fallback,)) for row in plan.rows]
     without = dict.fromkeys((path for path in plan.paths() if path not in allowed), "disabled")
     return Plan(tuple(rows), {**plan.excluded, **without}, plan.origin)
 

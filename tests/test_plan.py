@@ -149,6 +149,13 @@ def test_a_plan_can_be_kept_to_some_paths():
     assert plan.excluded["symm_mem_multimem"] == "disabled"
 
 
+def test_no_size_is_left_without_a_path():
+    with pytest.raises(InvalidArgument, match="no path for up to 65536 bytes"):
+        Plan((Row(1 << 16, ()), Row(LARGEST, ("gloo",))))
+    plan = only(("two_shot",), "nccl", Plan((Row(1 << 16, ("one_shot",)), Row(LARGEST, ("two_shot",)))))
+    assert plan.candidates(8) == ("nccl",)
+
+
 # --- variations -----------------------------------------------------------------------------------------------------
 
 

@@ -27,10 +27,12 @@ class Seat:
     def outgoing(self, sequence: int) -> Outgoing:
         assert self.following <= sequence < self.published, "a frame that is taken is no longer in the ring"
         payload, buffers = self.frames[sequence]
-        out = Outgoing(7, 0, (0, 0, 0), len(payload))
-        out.buffers = [memoryview(buffer) for buffer in buffers]
-        out.pack(7, payload)
-        return out
+        tail = wire.pack_frame_tail(7, 0, (0, 0, 0), [len(buffer) for buffer in buffers], payload)
+        return Outgoing(len(payload), tail, [memoryview(buffer) for buffer in buffers])
+
+    def short(self, sequence: int) -> bytes | None:
+        out = self.outgoing(sequence)
+        return None if out.buffers else out.tail
 
     def acknowledge(self, following: int) -> None:
         assert following <= self.published
@@ -84,7 +86,9 @@ class Network:
         head, data = self.down.popleft()
         message = memoryview(head)
         kind = head[:1]
-        if kind == wire.FRAME:
+        if self.inlet.on_short(head):
+            whole = True
+        elif kind == wire.FRAME:
             whole = self.inlet.on_frame(wire.unpack_frame(message))
         elif kind == wire.CHUNK:
             assert data is not None
@@ -102,10 +106,9 @@ class Network:
 
     def take(self) -> None:
         if self.inlet.complete:
-            arrived = self.inlet.complete.popleft()
-            buffers = [bytes(buffer) for buffer in arrived.buffers]
-            self.got.append((arrived.frame.sequence, bytes(arrived.frame.payload), buffers))
-            self.taken = arrived.frame.sequence + 1
+            frame, buffers = self.inlet.complete.popleft()
+            self.got.append((frame.sequence, bytes(frame.payload), [bytes(buffer) for buffer in buffers]))
+            self.taken = frame.sequence + 1
             self.tell()
 
     def deliver_up(self) -> None:
@@ -118,6 +121,13 @@ class Network:
 
     def publish(self) -> None:
         self.seat.published = min(len(self.seat.frames), self.seat.published + 1)
+
+    def publish_and_hand_on(self) -> None:
+        """As when the forwarder slept: a short frame is sent before anything else is looked at."""
+        seen = self.seat.published
+        self.publish()
+        if self.seat.published == seen + 1 and (tail := self.seat.short(seen)) is not None:
+            self.peer.send_short(seen, tail)
 
 
 def some_frames(chance: random.Random, count: int) -> list[tuple[bytes, list[bytes]]]:
@@ -138,6 +148,7 @@ def test_every_frame_comes_once_and_in_order_however_often_the_connection_breaks
     steps = [
         *[network.publish, network.peer.send_some, network.deliver_down, network.deliver_up] * 6,
         *[network.peer.send_some, network.deliver_down, network.take, network.deliver_up] * 6,
+        *[network.publish_and_hand_on] * 4,
         network.peer.ping,
         *[network.break_off] * chance.choice([0, 1, 3]),
         *[network.be_replaced] * chance.choice([0, 1, 3]),

@@ -10,23 +10,28 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Final
 
 from arena.memory import copy_bytes
-from arena.remote.wire import CHUNK_BYTES, Chunk, Frame, Malformed
+from arena.remote.wire import CHUNK_BYTES, Chunk, Frame, Malformed, unpack_short
 
 _MAPPED_BYTES: Final = 1 << 20  # larger buffers are mapped, not zeroed by hand first
 
 
-@dataclass
-class Arrived:
-    """A frame that has come, or is coming. Its buffers are the reader's own."""
+Arrived = tuple[Frame, list[memoryview]]
+"""A frame that has come, with its buffers, which are the reader's own."""
 
-    frame: Frame
-    buffers: list[memoryview] = field(default_factory=list)
-    buffer: int = 0  # where the next chunk belongs
-    at: int = 0
+
+class _Coming:
+    """A frame whose buffers are on their way."""
+
+    __slots__ = ("at", "buffer", "buffers", "frame")
+
+    def __init__(self, frame: Frame, buffers: list[memoryview]) -> None:
+        self.frame = frame
+        self.buffers = buffers
+        self.buffer = 0  # where the next chunk belongs
+        self.at = 0
 
     def skip_empty(self) -> None:
         """Buffers without bytes have no chunks."""
@@ -52,13 +57,28 @@ class Inlet:
         self.expected = 0  # the first frame that has not come whole
         self.complete: deque[Arrived] = deque()
         self._max_bytes = max_bytes
-        self._coming: Arrived | None = None
+        self._coming: _Coming | None = None
         self._asked = -1  # the epoch in which something was missed
 
     @property
     def midway(self) -> bool:
         """Whether a frame has come in part."""
         return self._coming is not None
+
+    def on_short(self, message: bytes) -> bool:
+        """Take a message in one step if it is the frame that is expected, without buffers and not traced: most are.
+
+        Returns False if it is anything else, and nothing has happened.
+        """
+        if self._coming is not None:
+            return False
+        frame = unpack_short(message, self.epoch, self.expected)
+        if frame is None:
+            return False
+        self.received += frame.payload.nbytes
+        self.expected += 1
+        self.complete.append((frame, []))
+        return True
 
     def on_frame(self, frame: Frame) -> bool:
         """A frame without its buffers.
@@ -76,7 +96,7 @@ class Inlet:
             return self._missed()
         if sum(frame.sizes) > self._max_bytes:
             raise Malformed(f"a frame of {sum(frame.sizes)} bytes, where {self._max_bytes} are allowed")
-        self._coming = Arrived(frame, [_buffer(size) for size in frame.sizes])
+        self._coming = _Coming(frame, [_buffer(size) for size in frame.sizes])
         self._settle(self._coming)
         return True
 
@@ -118,10 +138,10 @@ class Inlet:
             self.epoch, self.received = epoch, 0
         return epoch == self.epoch
 
-    def _settle(self, coming: Arrived) -> None:
+    def _settle(self, coming: _Coming) -> None:
         coming.skip_empty()
         if coming.complete:
-            self.complete.append(coming)
+            self.complete.append((coming.frame, coming.buffers))
             self.expected = coming.frame.sequence + 1
             self._coming = None
 

@@ -59,15 +59,32 @@ class Peer:
     # ── sending ──────────────────────────────────────────────────────────────────────────────────
     def send_some(self) -> bool:
         """Send one frame, or one chunk, if there is one and room for it."""
-        if self.lost_ns or (self._cursor is None and not self._is_admitted()):
+        if self.lost_ns or ((cursor := self._cursor) is None and (cursor := self._admitted()) is None):
             return False
         try:
             if self._sending is not None:
                 return self._send_chunk(self._sending)
-            return self._send_frame()
+            return self._send_frame(cursor)
         except Unreachable:
             self.lost_ns = _monotonic_ns()
             return False
+
+    def send_short(self, sequence: int, tail: bytes) -> None:
+        """Send a frame without buffers, if it is this one's turn, everything before it is sent, and there is room."""
+        if self._cursor != sequence or self._sending is not None or self.lost_ns:
+            return
+        nbytes = len(tail) - wire.SHORT_TAIL.size
+        if self._sent - self._received + nbytes > self._window_bytes:
+            return
+        try:
+            self._post(self.identity, wire.pack_frame(self._epoch, self._first, sequence, tail))
+        except Unreachable:
+            self.lost_ns = _monotonic_ns()
+            return
+        self._sent += nbytes
+        self._cursor = sequence + 1
+        self._furthest = max(self._furthest, sequence + 1)
+        self.stand_in.sent(nbytes)
 
     def send_end(self, why: dict[str, Any]) -> bool:
         """Say that nothing more will come, once all has been sent. True if it was said now."""
@@ -110,26 +127,30 @@ class Peer:
             return False
         return True
 
-    def _is_admitted(self) -> bool:
-        if self._cursor is None and self.stand_in.is_admitted():
+    def _admitted(self) -> int | None:
+        """With which frame its part begins, once the writer has said so."""
+        if self.stand_in.is_admitted():
             self._first = self._cursor = self.stand_in.following
-        return self._cursor is not None
+        return self._cursor
 
-    def _send_frame(self) -> bool:
-        assert self._cursor is not None
-        self._cursor = max(self._cursor, self.stand_in.following)  # taken, though we had begun again before it
-        if self._cursor >= self.stand_in.published:
+    def _send_frame(self, cursor: int) -> bool:
+        """Send the next frame. Until it is posted somebody waits: what only keeps the books comes after."""
+        stand_in = self.stand_in
+        cursor = max(cursor, stand_in.following)  # taken, though we had begun again before it
+        if cursor >= stand_in.published:
             return False
-        out = self.stand_in.outgoing(self._cursor)
-        if not self._has_room(out.payload_bytes):
+        out = stand_in.outgoing(cursor)
+        nbytes = out.payload_bytes
+        if not self._has_room(nbytes):
             return False
-        self._post(self.identity, wire.pack_frame(self._epoch, self._first, self._cursor, out.tail))
-        self._sent += out.payload_bytes
-        self.stand_in.sent(out.payload_bytes)
-        self._cursor += 1
-        self._furthest = max(self._furthest, self._cursor)
-        self._sending, self._buffer, self._at = out, 0, 0
-        self._skip_empty(out)
+        self._post(self.identity, wire.pack_frame(self._epoch, self._first, cursor, out.tail))
+        self._sent += nbytes
+        stand_in.sent(nbytes)
+        self._cursor = cursor = cursor + 1
+        self._furthest = max(self._furthest, cursor)
+        if out.buffers:
+            self._sending, self._buffer, self._at = out, 0, 0
+            self._skip_empty(out)
         return True
 
     def _send_chunk(self, out: Outgoing) -> bool:

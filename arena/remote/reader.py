@@ -224,28 +224,28 @@ class RemoteReader(MessageQueue):
 
     def _take(self, arrived: Arrived) -> tuple[bool, Any]:
         """Take a frame: (whether a message is complete, the message). An interrupt before the end leaves it here."""
-        frame = arrived.frame
+        frame, buffers = arrived
         kind, complete = frame.kind, frame.kind != layout.KIND_ABORT
         if kind == layout.KIND_FRAGMENT:
             self._assembly.add(frame.sequence, frame.payload)
             complete = self._assembly.complete
         try:
-            obj = self._decoded(arrived) if complete else None
+            obj = self._decoded(frame, buffers) if complete else None
         finally:
             if kind == layout.KIND_ABORT or (kind == layout.KIND_FRAGMENT and complete):
                 self._assembly.drop()
             self._taken = frame.sequence + 1
             self._inlet.complete.popleft()
-            self._owe(arrived)
+            self._owe(bool(buffers))
         if complete and any(frame.trace):
             self._trace = frame.trace
             self._attention = True
             hooks.inside.set((frame.trace, self.rank))
         return complete, obj
 
-    def _owe(self, arrived: Arrived) -> None:
+    def _owe(self, much: bool) -> None:
         """Say what was taken: at once where it frees much, else a little later, with what is taken by then."""
-        if arrived.buffers or self._taken - self._said >= self._batch:
+        if much or self._taken - self._said >= self._batch:
             self._tell(wire.STATE_WORKING)
         elif not self._keeper.awake:
             self._keeper.rouse()
@@ -253,9 +253,12 @@ class RemoteReader(MessageQueue):
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
     def _receive_all(self, *, ahead: bool = False) -> None:
         """Take what is here until a frame is whole, or, `ahead` of what was asked for, until nothing is left."""
-        complete, receive = self._inlet.complete, self._link.receive
-        while (ahead or not complete) and (message := receive(self._pending_chunk is not None)) is not None:
+        inlet, receive = self._inlet, self._link.receive
+        while (ahead or not inlet.complete) and (message := receive(self._pending_chunk is not None)) is not None:
             self._heard_ns = _monotonic_ns()
+            if isinstance(message, bytes) and inlet.on_short(message):
+                self._published = max(self._published, inlet.expected)
+                continue
             try:
                 self._feed(memoryview(message) if isinstance(message, bytes) else message.buffer)
             except wire.Malformed as error:
@@ -427,21 +430,20 @@ class RemoteReader(MessageQueue):
         )
 
     # ── decoding ─────────────────────────────────────────────────────────────────────────────────
-    def _decoded(self, arrived: Arrived) -> Any:
+    def _decoded(self, frame: wire.Frame, buffers: list[memoryview]) -> Any:
         try:
-            return self._decode(arrived)
+            if frame.kind != layout.KIND_INLINE:
+                return self._decode(frame, buffers)
+            if self._handle.serializer != "pickle":
+                raise CorruptFrame("a pickle came on a queue that has none", expected="serializer='restricted'")
+            return _loads(frame.payload)
         except ArenaError:
             raise
         except Exception as error:
             raise decode_failed(self.name, error) from error
 
-    def _decode(self, arrived: Arrived) -> Any:
-        frame, buffers = arrived.frame, arrived.buffers
+    def _decode(self, frame: wire.Frame, buffers: list[memoryview]) -> Any:
         payload = frame.payload
-        if frame.kind == layout.KIND_INLINE:
-            if self._handle.serializer != "pickle":
-                raise CorruptFrame("a pickle came on a queue that has none", expected="serializer='restricted'")
-            return _loads(payload)
         if frame.kind == layout.KIND_BLOCK and buffers:
             payload, buffers = buffers[0], buffers[1:]
         elif frame.kind == layout.KIND_FRAGMENT:

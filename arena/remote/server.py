@@ -74,7 +74,8 @@ class Server:
         for fd in (*self._fds, bell):
             self._poll.register(fd, select.POLLIN)
         self._events, self._pollin = zmq.EVENTS, int(zmq.POLLIN)
-        self._send_part = self._router.send
+        # pyzmq's own `send` looks at options for other kinds of sockets first, and somebody waits.
+        self._send_part = super(zmq.Socket, self._router).send  # type: ignore[misc]
         self._tick_ms = max(10, int(min(config.timeout_s / 20, _TICK_S) * 1000))
         self._rung = False
         self._lock = threading.Lock()
@@ -151,6 +152,8 @@ class Server:
         try:
             # zmq tells once of what has come, and may have told whoever sent meanwhile
             ready = [] if self._has_come(self._router) else self._poll.poll(self._tick_ms)
+            if watched is not None:
+                self._hand_on(watched, seen)
         finally:
             if watched is not None:
                 watched.unpark()
@@ -161,6 +164,16 @@ class Server:
                 self._authenticate()
             elif fd == self._fds[2]:
                 self._note_connections()
+
+    def _hand_on(self, watched: StandIn, seen: int) -> None:
+        """What woke us is most often one short frame for everybody, and they wait: nothing comes before that.
+
+        Whatever it is, and whoever can't be sent it now, is seen to by the next turn.
+        """
+        if watched.published == seen + 1 and (tail := watched.short(seen)) is not None:
+            with self._lock:
+                for peer in self._order:
+                    peer.send_short(seen, tail)
 
     def _has_come(self, socket: Any) -> bool:
         return bool(socket.getsockopt(self._events) & self._pollin)
@@ -191,14 +204,17 @@ class Server:
 
     def _send(self) -> bool:
         """Everybody in turn, a frame or a chunk each, so that nobody waits for another's large message."""
-        sent, peers = False, self._order
+        sent = False
+        for peer in self._order:
+            sent |= peer.send_some()
+        return sent or self._send_end()
+
+    def _send_end(self) -> bool:
+        """There was nothing to send: will there be?"""
+        peers = self._order
         if self._ended is None and peers and peers[0].stand_in.is_closed:
             self._has_ended()
-        for peer in peers:
-            sent |= peer.send_some()
-        if self._ended is not None:  # since before the last look at what is published
-            sent |= any([peer.send_end(self._ended) for peer in peers])
-        return sent
+        return self._ended is not None and any([peer.send_end(self._ended) for peer in peers])
 
     def _has_ended(self) -> bool:
         """Whether nothing more will be published. Not asked on the way of a message."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from arena import layout, memory
 from arena.codec import TABLE_HEAD_BYTES, HoldWords, holds_in, table_bytes
+from arena.layout import HEAD_LENGTH, HEAD_SENT_NS, HEAD_TAG, KIND_INLINE
 from arena.peers import Handle
 from arena.probe.page import L_SEQUENCE, L_STATE
 from arena.reader import Reader
@@ -18,40 +20,32 @@ from arena.state import Endpoint
 _HOLD: Final = struct.Struct(layout.HOLD)
 _FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
 _NO_TRACE: Final = (0, 0, 0)
+_pack_short = wire.SHORT_TAIL.pack
 _monotonic_ns = time.monotonic_ns
 
 
-class Outgoing:
+class Outgoing(NamedTuple):
     """A frame to be sent, as often as it takes.
 
     Attributes:
+        payload_bytes: what its slot holds.
         tail: its head and payload, as `arena.remote.wire.pack_frame_tail` makes them.
         buffers: the blocks that go with it, in place: it is on loan for as long as this, or zmq, has them.
     """
 
-    __slots__ = ("buffers", "payload_bytes", "sent_ns", "tail", "trace")
-
-    def __init__(self, kind: int, sent_ns: int, trace: tuple[int, int, int], payload_bytes: int) -> None:
-        self.sent_ns = sent_ns
-        self.trace = trace
-        self.payload_bytes = payload_bytes
-        self.buffers: list[memoryview] = []
-        self.tail = b""
-
-    def pack(self, kind: int, payload: bytes) -> None:
-        """Once all buffers are known."""
-        sizes = [buffer.nbytes for buffer in self.buffers]
-        self.tail = wire.pack_frame_tail(kind, self.sent_ns, self.trace, sizes, payload)
+    payload_bytes: int
+    tail: bytes
+    buffers: Sequence[memoryview] = ()
 
 
 class Latest:
-    """The last frame without blocks that was made ready: the next reader gets the same."""
+    """The last short frame that was made ready: the next reader gets the same."""
 
-    __slots__ = ("out", "sequence")
+    __slots__ = ("sequence", "tail")
 
     def __init__(self) -> None:
         self.sequence = -1
-        self.out: Outgoing | None = None
+        self.tail = b""
 
 
 class StandIn(Reader):
@@ -65,12 +59,13 @@ class StandIn(Reader):
         timeout: seconds that the writer's process may take to answer.
     """
 
-    __slots__ = ("_front", "_kept", "_latest", "_sent_word", "_waited_ns")
+    __slots__ = ("_front", "_kept", "_latest", "_payloads", "_sent_word", "_waited_ns")
 
     def __init__(self, handle: Handle, rank: int, where: str, latest: Latest, *, timeout: float | None) -> None:
         super().__init__(replace(handle, prefault=False), rank, timeout=timeout, on_warning=None, where=where)
         self._kept: dict[int, Outgoing] = {}
         self._latest = latest
+        self._payloads = self._ring.payloads
         self._front = bytearray()  # of a message in fragments: as far as its table goes
         self._sent_word = 0 if self._probe is None else self._probe.word("remote_sent_bytes_total")
 
@@ -127,6 +122,26 @@ class StandIn(Reader):
         return None
 
     # ── frames ───────────────────────────────────────────────────────────────────────────────────
+    def short(self, sequence: int) -> bytes | None:
+        """The tail of a published frame, if nothing goes with it and it is not traced, as most are; else None.
+
+        Raises:
+            CorruptFrame: its length leads outside the slot.
+        """
+        latest = self._latest
+        if latest.sequence == sequence:
+            return latest.tail
+        slot = sequence % self._slots
+        head, payload = self._heads[slot], self._payloads[slot]
+        if head[HEAD_TAG] != KIND_INLINE + sequence:
+            return None
+        nbytes = head[HEAD_LENGTH]
+        if nbytes > payload.nbytes:
+            self._ring.payload(sequence)
+        latest.tail = tail = _pack_short(KIND_INLINE, head[HEAD_SENT_NS], 0, 0, 0, 0, nbytes) + payload[:nbytes]
+        latest.sequence = sequence
+        return tail
+
     def outgoing(self, sequence: int) -> Outgoing:
         """A published frame that has not been taken yet, with all it needs at the other end.
 
@@ -134,25 +149,24 @@ class StandIn(Reader):
             CorruptFrame: the ring does not hold it, or it names what does not exist.
         """
         out = self._kept.get(sequence)
-        if out is None:
-            latest = self._latest
-            out = latest.out if latest.sequence == sequence else None
-            self._kept[sequence] = out = out or self._made_ready(sequence)
+        if out is not None:
+            return out
+        if (tail := self.short(sequence)) is not None:
+            return Outgoing(len(tail) - wire.SHORT_TAIL.size, tail)
+        self._kept[sequence] = out = self._made_ready(sequence)
         return out
 
     def _made_ready(self, sequence: int) -> Outgoing:
         kind, traced = self._ring.kind(sequence)
         view = self._ring.payload(sequence)
-        payload = bytes(view)
-        sent_ns = self._heads[layout.slot_of(sequence, self._slots)][layout.HEAD_SENT_NS]
-        out = Outgoing(kind, sent_ns, self._ring.trace(sequence) if traced else _NO_TRACE, len(payload))
-        if kind != layout.KIND_INLINE:
-            for hold in self._holds(kind, view, sequence, out.buffers):
-                out.buffers.append(self._borrower.borrow(hold, sequence))
-        out.pack(kind, payload)
-        if kind == layout.KIND_INLINE:
-            self._latest.sequence, self._latest.out = sequence, out
-        return out
+        sent_ns = self._heads[layout.slot_of(sequence, self._slots)][HEAD_SENT_NS]
+        trace = self._ring.trace(sequence) if traced else _NO_TRACE
+        buffers: list[memoryview] = []
+        for hold in self._holds(kind, view, sequence, buffers):
+            buffers.append(self._borrower.borrow(hold, sequence))
+        sizes = [buffer.nbytes for buffer in buffers]
+        tail = wire.pack_frame_tail(kind, sent_ns, trace, sizes, bytes(view))
+        return Outgoing(len(view), tail, buffers)
 
     def _holds(self, kind: int, payload: memoryview, sequence: int, buffers: list[memoryview]) -> list[HoldWords]:
         """The holds that come with a frame; a block that holds the payload itself is borrowed first."""
@@ -184,28 +198,31 @@ class StandIn(Reader):
         if following <= first:
             return
         now_ns = _monotonic_ns()
-        taken = [self._kept.pop(sequence, None) for sequence in range(first, following)]
-        for sequence in range(max(first, following - self._slots), following):
+        sequences = range(max(first, following - self._slots), following)
+        noted = [] if self._log is None else [self._sent_and_trace(sequence) for sequence in sequences]
+        taken = [self._kept.pop(sequence, None) for sequence in sequences]
+        for sequence in sequences:
             self._released[layout.slot_of(sequence, self._slots)] = now_ns
         # SYNC POINT slot-reusable (publish): the slots have been read, and need not be again, before this store is seen
         self._consumed[0] = following
-        if self._log is not None:
-            self._note(first, taken, now_ns)
+        for sequence, (sent_ns, trace) in zip(sequences, noted, strict=False):
+            self._note(sequence, sent_ns, trace, now_ns)
         taken.clear()  # only now: what is given back earlier is not given back
         self._wake_writer()
 
-    def _note(self, first: int, taken: list[Outgoing | None], now_ns: int) -> None:
+    def _sent_and_trace(self, sequence: int) -> tuple[int, tuple[int, int, int]]:
+        head = self._heads[layout.slot_of(sequence, self._slots)]
+        return head[HEAD_SENT_NS], self._ring.trace(sequence) if head[HEAD_TAG] & layout.FLAG_TRACED else _NO_TRACE
+
+    def _note(self, sequence: int, sent_ns: int, trace: tuple[int, int, int], now_ns: int) -> None:
         log = self._log
         assert log is not None
         log.done()
-        for sequence, out in enumerate(taken, first):
-            log.page[L_SEQUENCE] = sequence + 1
-            if out is None:
-                continue
-            if any(out.trace):
-                log.taken(sequence, out.trace, (out.sent_ns, now_ns, now_ns, now_ns))
-            if sequence & log.sample == log.phase:
-                log.frame(sequence, out.sent_ns, now_ns, now_ns)
+        log.page[L_SEQUENCE] = sequence + 1
+        if any(trace):
+            log.taken(sequence, trace, (sent_ns, now_ns, now_ns, now_ns))
+        if sequence & log.sample == log.phase:
+            log.frame(sequence, sent_ns, now_ns, now_ns)
 
     def sent(self, nbytes: int) -> None:
         """Count bytes that went out."""

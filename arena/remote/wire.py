@@ -36,6 +36,9 @@ END: Final = b"E"  # JSON: nothing more will come, and why
 _TAKEN: Final = struct.Struct("<cBQQQQ")
 _RESUME: Final = struct.Struct("<cQQ")
 _FRAME: Final = struct.Struct("<cQQQQQQQQII")
+_FRAME_KIND: Final = FRAME[0]
+_NO_TRACE: Final = (0, 0, 0)
+_new: Final = tuple.__new__
 _CHUNK: Final = struct.Struct("<cQQIQ")
 _PING: Final = struct.Struct("<cBQQQ")
 _END: Final = struct.Struct("<cQQ")
@@ -144,6 +147,8 @@ def pack_frame_tail(kind: int, sent_ns: int, trace: tuple[int, int, int], sizes:
 
 
 _FRAME_FRONT: Final = struct.Struct("<cQQQ")
+SHORT_TAIL: Final = struct.Struct("<QQQQQII")
+"""The tail of a frame without buffers, up to its payload: kind, when it was sent, trace, none, bytes of the payload."""
 
 
 def pack_frame(epoch: int, first: int, sequence: int, tail: bytes) -> bytes:
@@ -155,14 +160,27 @@ def unpack_frame(message: memoryview) -> Frame:
     """The same, read; the payload is a view."""
     if message.nbytes < _FRAME.size:
         raise Malformed(f"a frame of {message.nbytes} bytes")
-    _, epoch, first, sequence, kind, sent_ns, *trace, n_buffers, nbytes = _FRAME.unpack_from(message)
-    if max(first, sequence) > _LAST_SEQUENCE:
+    _, epoch, first, sequence, kind, sent_ns, one, two, three, n_buffers, nbytes = _FRAME.unpack_from(message)
+    if first > _LAST_SEQUENCE or sequence > _LAST_SEQUENCE:
         raise Malformed(f"frame {sequence} of a reader that begins with frame {first}")
     body = _FRAME.size + 8 * n_buffers
     if n_buffers > MAX_BUFFERS or body + nbytes != message.nbytes:
         raise Malformed(f"a frame of {message.nbytes} bytes for {n_buffers} buffers and a payload of {nbytes}")
     sizes = struct.unpack_from(f"<{n_buffers}Q", message, _FRAME.size) if n_buffers else ()
-    return Frame(epoch, first, sequence, kind, sent_ns, (trace[0], trace[1], trace[2]), sizes, message[body:])
+    return Frame(epoch, first, sequence, kind, sent_ns, (one, two, three), sizes, message[body:])
+
+
+def unpack_short(message: bytes, epoch: int, sequence: int) -> Frame | None:
+    """The same in one step, if it is this frame of this epoch, without buffers and not traced; else None."""
+    if len(message) < _FRAME.size or message[0] != _FRAME_KIND:
+        return None
+    _, found_epoch, first, found, kind, sent_ns, one, two, three, n_buffers, nbytes = _FRAME.unpack_from(message)
+    if found != sequence or found_epoch != epoch or one | two | three | n_buffers or first > sequence:
+        return None
+    if _FRAME.size + nbytes != len(message):
+        return None
+    # What `Frame(...)` does, without a call into Python: somebody waits for this one.
+    return _new(Frame, (epoch, first, sequence, kind, sent_ns, _NO_TRACE, (), memoryview(message)[_FRAME.size :]))
 
 
 def pack_chunk(chunk: Chunk) -> bytes:

@@ -24,6 +24,7 @@ import mmap
 import os
 import random
 import resource
+import select
 import signal
 import struct
 import sys
@@ -111,7 +112,7 @@ class Session:
         note = self._note
         note[_HEAD.size : _HEAD.size + len(data)] = data
         note[: _HEAD.size] = _HEAD.pack(self.number, len(data))
-        if self.number % 256 == 0:
+        if self.number % 4096 == 256:
             self._look_around()
         outcome = self._run(data)
         if _unheard:
@@ -124,12 +125,10 @@ class Session:
         self.number += 1
 
     def _look_around(self) -> None:
-        signal.alarm(HANG_S)
-        if self.number % 4096 == 256:
-            files = open_files()
-            self._files = self._files or files
-            if files > self._files + LEFT_OPEN:
-                raise RuntimeError(f"{files} descriptors are open, and there were {self._files}")
+        files = open_files()
+        self._files = self._files or files
+        if files > self._files + LEFT_OPEN:
+            raise RuntimeError(f"{files} descriptors are open, and there were {self._files}")
 
     def told(self) -> bytes:
         """What the parent is to know."""
@@ -155,7 +154,6 @@ def work(parser: str, cases: int, seconds: float, seed: int, note: mmap.mmap, ke
         ends = time.monotonic() + seconds
         while session.number < cases and (session.number % 64 or time.monotonic() < ends):
             attempt(session, mutated(chance, corpus, in_place=parser in IN_PLACE), told)
-        signal.alarm(0)
     check_unheard()
     os.write(told, session.told())
 
@@ -260,6 +258,7 @@ def fuzz(parser: str, cases: int, seconds: float, seed: int, *, keep: bool = Fal
         finally:
             os._exit(status)
     os.close(tell)
+    watch(child, told, note)
     with open(told, "rb") as pipe:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
@@ -275,6 +274,20 @@ def fuzz(parser: str, cases: int, seconds: float, seed: int, *, keep: bool = Fal
     reason = json.loads(said)["raised"] if said else ""
     kept = write_case(parser, case, "found-") if keep else None
     return outcome | {"cases": number, "found": cause, "raised": reason, "case": case.hex()[:4000], "kept": str(kept)}
+
+
+def watch(child: int, told: int, note: mmap.mmap) -> None:
+    """Until the child has something to tell, or has ended; one that is at the same case for too long is ended.
+
+    Counted in looks, not by a clock: the two of them may be stopped for a while.
+    """
+    at, looks = None, 0
+    while not select.select([told], [], [], 1.0)[0]:
+        at, before = note[: _HEAD.size], at
+        looks = looks + 1 if at == before else 0
+        if looks > HANG_S:
+            os.kill(child, signal.SIGALRM)
+            return
 
 
 def report(lines: list[str]) -> str:
