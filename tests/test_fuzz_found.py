@@ -143,7 +143,10 @@ def test_a_directory_that_cannot_be_looked_into_is_a_queue_out_of_reach(handle):
         MessageQueue.create_from_handle(replace(handle, directory="/" + "d" * 300), 0)
 
 
-@pytest.mark.parametrize(("name", "value"), [("local_reader_ranks", None), ("local_reader_ranks", ["0"]), ("arena", 7)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("local_reader_ranks", value) for value in (None, ["0"], [], [4, 9], [0, 0])), ("arena", 7)],
+)
 def test_a_damaged_handle_of_the_plugin_is_refused(handle, name, value):
     good = QueueHandle(MAGIC, VERSION, "group", [0], os.getpid(), handle)
     good.check()

@@ -38,10 +38,10 @@ class QueueHandle:
     remote_subscribe_addr: ClassVar[None] = None
 
     def check(self) -> None:
-        """Refuse a handle of another Arena.
+        """Refuse a handle of another Arena, or a damaged one.
 
         Raises:
-            HandleMismatch: wrong magic or version.
+            HandleMismatch: wrong magic or version, or fields that do not go together.
         """
         if self.magic != MAGIC or self.version != VERSION:
             raise HandleMismatch(
@@ -54,6 +54,10 @@ class QueueHandle:
         wrong = [name for name, kind in fields if type(getattr(self, name)) is not kind]
         if type(ranks) is not list or not all(type(rank) is int for rank in ranks):
             wrong.append("local_reader_ranks")
+        if not wrong:
+            self.arena.check()
+            if not 0 < len(ranks) == len(set(ranks)) <= self.arena.n_reader:  # a place on the queue for each
+                wrong.append("local_reader_ranks")
         if wrong:
             raise HandleMismatch(
                 f"this handle is damaged: {', '.join(wrong)}",
