@@ -1,6 +1,6 @@
 """Sees to a remote reader while nobody is in a call: a reader may work for long, and there is something to be said.
 
-What was taken is told a little later, with what is taken by then (`RemoteReader._owe`): told at once, it would be in
+What was taken is told a little later, with what is taken by then (`RemoteReader._take`): told at once, it would be in
 the way of the next message. And a wire may break. What merely broke, zmq mends by itself; a connection on which
 something else than its peer's words came it gives up, and another has to be made.
 

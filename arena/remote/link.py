@@ -75,6 +75,7 @@ class Link:
             self._poll.register(fd, select.POLLIN)
         self._endpoint = address.endpoint
         self._broken_ns = 0  # since when the connection is, unless zmq has begun to make another
+        self.news = False  # whether `wait` has seen that `failures` has something to tell
         self._socket.connect(address.endpoint)
         self.failures()  # before its first look nobody is told
 
@@ -104,12 +105,14 @@ class Link:
             return None
 
     def wait(self, timeout_ms: int) -> None:
-        """Until something has come, `wake` was called, or the time is over."""
+        """Until something has come, `wake` was called, there is `news`, or the time is over."""
         if self._socket.getsockopt(self._events) & self._pollin:  # zmq tells of that once
             return
         for fd, _ in self._poll.poll(timeout_ms):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
+            elif fd == self.news_fd:
+                self.news = True
 
     @property
     def broken(self) -> bool:
@@ -126,6 +129,7 @@ class Link:
     def failures(self) -> list[str]:
         """What has gone wrong with connecting since the last call: refused, key, hung_up. Mends what can be mended."""
         zmq, found = self._zmq, []
+        self.news = False
         names = {zmq.EVENT_CONNECT_RETRIED: "refused", zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "hung_up"}
         names[zmq.EVENT_DISCONNECTED] = "broken"
         while self._monitor.getsockopt(self._events) & self._pollin:

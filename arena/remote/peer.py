@@ -52,6 +52,7 @@ class Peer:
         self._sending: Outgoing | None = None  # the frame before the cursor, while chunks of it are left
         self._buffer = self._at = 0
         self._furthest = 0  # where the cursor has been
+        self._uncounted = 0  # bytes that went out, and observers have not been told of
         self._unanswered = 0  # pings
         self._pinged_ns = 0
         self._told_end = False
@@ -69,22 +70,22 @@ class Peer:
             self.lost_ns = _monotonic_ns()
             return False
 
-    def send_short(self, sequence: int, tail: bytes) -> None:
+    def send_short(self, sequence: int, tail: bytes) -> bool:
         """Send a frame without buffers, if it is this one's turn, everything before it is sent, and there is room."""
         if self._cursor != sequence or self._sending is not None or self.lost_ns:
-            return
+            return False
         nbytes = len(tail) - wire.SHORT_TAIL.size
         if self._sent - self._received + nbytes > self._window_bytes:
-            return
+            return False
         try:
             self._post(self.identity, wire.pack_frame(self._epoch, self._first, sequence, tail))
         except Unreachable:
             self.lost_ns = _monotonic_ns()
-            return
+            return False
         self._sent += nbytes
-        self._cursor = sequence + 1
-        self._furthest = max(self._furthest, sequence + 1)
-        self.stand_in.sent(nbytes)
+        self._uncounted += nbytes
+        self._cursor = self._furthest = sequence + 1  # beyond it nothing is published yet
+        return True
 
     def send_end(self, why: dict[str, Any]) -> bool:
         """Say that nothing more will come, once all has been sent. True if it was said now."""
@@ -96,6 +97,12 @@ class Peer:
             return False
         self._told_end = self._try(wire.pack_end(self._epoch, following if cursor is not None else 0, why))
         return self._told_end
+
+    def copy_out(self, now_ns: int) -> None:
+        """Let observers see what was counted, from time to time."""
+        self.stand_in.sent(self._uncounted)
+        self._uncounted = 0
+        self.stand_in.copy_out(now_ns)
 
     def ping(self) -> None:
         """Say how far we are; this also shows whether there is a connection.
@@ -145,7 +152,7 @@ class Peer:
             return False
         self._post(self.identity, wire.pack_frame(self._epoch, self._first, cursor, out.tail))
         self._sent += nbytes
-        stand_in.sent(nbytes)
+        self._uncounted += nbytes
         self._cursor = cursor = cursor + 1
         self._furthest = max(self._furthest, cursor)
         if out.buffers:
@@ -162,7 +169,7 @@ class Peer:
         head = wire.pack_chunk(wire.Chunk(self._epoch, self._cursor - 1, self._buffer, self._at))
         self._post(self.identity, head, data)
         self._sent += data.nbytes
-        self.stand_in.sent(data.nbytes)
+        self._uncounted += data.nbytes
         self._at += data.nbytes
         if self._at == buffer.nbytes:
             self._buffer, self._at = self._buffer + 1, 0

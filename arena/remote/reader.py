@@ -32,7 +32,7 @@ from arena.observe import kind_of
 from arena.peers import Handle
 from arena.probe import hooks
 from arena.remote import wire
-from arena.remote.inlet import Arrived, Inlet
+from arena.remote.inlet import Inlet
 from arena.remote.keeper import Keeper
 from arena.remote.link import Link
 from arena.state import Endpoint, move
@@ -199,9 +199,11 @@ class RemoteReader(MessageQueue):
 
     def _message(self, deadline_ns: int | None) -> Any:
         """The loop is in a function of its own: see `_new_lock`."""
-        obj, complete = None, False
+        obj, complete, arrived = None, False, self._inlet.complete
         while not complete:
-            complete, obj = self._take(self._next(deadline_ns))
+            if not arrived:
+                self._wait(deadline_ns)
+            complete, obj = self._take(*arrived[0])
         return obj
 
     def _prepare(self, timeout: float | None) -> int | None:
@@ -213,18 +215,8 @@ class RemoteReader(MessageQueue):
             hooks.inside.set(None)
         return deadline_ns
 
-    def _next(self, deadline_ns: int | None) -> Arrived:
-        """The next frame, once all of it is here. It stays here until it is taken."""
-        inlet = self._inlet
-        if not inlet.complete:
-            self._receive_all()
-            if not inlet.complete:
-                self._wait(deadline_ns)
-        return inlet.complete[0]
-
-    def _take(self, arrived: Arrived) -> tuple[bool, Any]:
+    def _take(self, frame: wire.Frame, buffers: list[memoryview]) -> tuple[bool, Any]:
         """Take a frame: (whether a message is complete, the message). An interrupt before the end leaves it here."""
-        frame, buffers = arrived
         kind, complete = frame.kind, frame.kind != layout.KIND_ABORT
         if kind == layout.KIND_FRAGMENT:
             self._assembly.add(frame.sequence, frame.payload)
@@ -236,19 +228,16 @@ class RemoteReader(MessageQueue):
                 self._assembly.drop()
             self._taken = frame.sequence + 1
             self._inlet.complete.popleft()
-            self._owe(bool(buffers))
+            # Said at once where it frees much, else a little later, with what is taken by then.
+            if buffers or self._taken - self._said >= self._batch:
+                self._tell(wire.STATE_WORKING)
+            elif not self._keeper.awake:
+                self._keeper.rouse()
         if complete and any(frame.trace):
             self._trace = frame.trace
             self._attention = True
             hooks.inside.set((frame.trace, self.rank))
         return complete, obj
-
-    def _owe(self, much: bool) -> None:
-        """Say what was taken: at once where it frees much, else a little later, with what is taken by then."""
-        if much or self._taken - self._said >= self._batch:
-            self._tell(wire.STATE_WORKING)
-        elif not self._keeper.awake:
-            self._keeper.rouse()
 
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
     def _receive_all(self, *, ahead: bool = False) -> None:
@@ -369,7 +358,7 @@ class RemoteReader(MessageQueue):
             self._listened_ns = _monotonic_ns()
             self._waited_ns += self._listened_ns - began_ns
             if self._state is Endpoint.WAITING:
-                self._state = move(self._state, "proceed")
+                self._state = Endpoint.WORKING
 
     def _look(self, now_ns: int) -> None:
         """While waiting: be heard of, and see whether anything can still come."""
@@ -379,7 +368,8 @@ class RemoteReader(MessageQueue):
             self._assembly.drop()
             self._say_goodbye()
             raise self._end[1].with_traceback(None)
-        self._mend()
+        if self._link.news or self._link.broken:
+            self._mend()
         if self._link.broken and not self._keeper.awake:
             self._keeper.rouse()  # we may be gone before it can be mended
         assert self._handle.remote is not None

@@ -405,7 +405,7 @@ class Server:
         with self._lock:
             due = now_ns - self._pinged_ns >= timeout_ns // 5
             for peer in self._order:
-                peer.stand_in.copy_out(now_ns)
+                peer.copy_out(now_ns)
                 if peer.lost_ns or now_ns < self._probe_until_ns:
                     peer.probe()
                 elif due:

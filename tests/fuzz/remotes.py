@@ -183,7 +183,7 @@ class _Wire:
     """A link on which something has come, and which is then still."""
 
     news_fd = -1
-    broken = False
+    broken = news = False
 
     def __init__(self, *_: Any) -> None:
         self.coming: deque[bytes] = deque()
