@@ -8,7 +8,6 @@ on the writer's host, kept by the forwarder.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import time
 import weakref
@@ -20,9 +19,7 @@ from arena.codec import decode_failed, decoder_of, read_table
 from arena.config import check_device, check_rank, check_timeout
 from arena.errors import (
     ArenaError,
-    AttachRefused,
     CorruptFrame,
-    HandleMismatch,
     PeerDied,
     QueueClosed,
     QueueTimeout,
@@ -32,6 +29,7 @@ from arena.observe import kind_of
 from arena.peers import Handle
 from arena.probe import hooks
 from arena.remote import wire
+from arena.remote.greeting import greet, none_of_ours, refusal
 from arena.remote.inlet import Inlet
 from arena.remote.keeper import Keeper
 from arena.remote.link import Link
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 _NOTE_NS: Final = 250_000_000  # how often a reader that waits, or beats, says so
 _LATE_NS: Final = 2_000_000  # how long what was taken goes unsaid in a wait; outside, the keeper says it
 _NOTHING: Final = -1  # no frame: not even that none has been taken
-_TRIES: Final = 3  # so often a connection may fail before it is said to be hopeless
 _loads = pickle.loads
 _monotonic_ns = time.monotonic_ns
 
@@ -96,82 +93,13 @@ class RemoteReader(MessageQueue):
         self._link = Link(handle.remote, geometry.slot_bytes + 8 * geometry.max_holds)
         self._heard_ns = self._listened_ns = _monotonic_ns()
         try:
-            self._greet(check_timeout(timeout))
+            greet(self._link, handle, self.rank, check_timeout(timeout))
         except BaseException:
             self._link.close()
             raise
         self._state = move(self._state, "attach")
         self._keeper = Keeper(self.name, self._link.news_fd, weakref.WeakMethod(self._see_to))
         weakref.finalize(self, self._keeper.stop).atexit = False
-
-    # ── setting up ───────────────────────────────────────────────────────────────────────────────
-    def _greet(self, timeout_s: float | None) -> None:
-        """Say who we are until the forwarder answers: what is said once may be lost with a connection."""
-        deadline_ns, asked_ns, failures = deadline_after(timeout_s), 0, [""]
-        hello = wire.pack_json(wire.HELLO, self._hello())
-        while True:
-            now_ns = _monotonic_ns()
-            if deadline_ns is not None and now_ns >= deadline_ns:
-                raise self._unanswered(timeout_s, failures[-1])
-            if now_ns - asked_ns > 1_000_000_000:
-                self._link.send(hello)
-                asked_ns = now_ns
-            self._link.wait(100)
-            while isinstance(message := self._link.receive(), bytes):
-                if self._is_answer(message):
-                    return
-            failures += self._link.failures()
-            self._refuse_to_go_on(failures)
-
-    def _hello(self) -> dict[str, Any]:
-        handle = self._handle
-        return {
-            "magic": handle.magic,
-            "version": handle.version,
-            "remote": wire.REMOTE_PROTOCOL,
-            "instance": handle.instance,
-            "secret": handle.secret,
-            "rank": self.rank,
-            "host": os.uname().nodename,
-            "pid": os.getpid(),
-        }
-
-    def _is_answer(self, message: bytes) -> bool:
-        if message[:1] == wire.REFUSED:
-            try:
-                raise self._refusal(wire.unpack_json(message))
-            except wire.Malformed as error:
-                raise self._none_of_ours(error) from None
-        return message[:1] == wire.WELCOME
-
-    def _refusal(self, answer: dict[str, Any]) -> ArenaError:
-        kinds = {"AttachRefused": AttachRefused, "QueueClosed": QueueClosed, "PeerDied": PeerDied}
-        return kinds.get(str(answer.get("kind")), HandleMismatch)(str(answer.get("text")))
-
-    def _refuse_to_go_on(self, failures: list[str]) -> None:
-        if "key" in failures or failures.count("hung_up") >= _TRIES:
-            raise HandleMismatch(
-                f"the connection to queue {self.name!r} was refused in the hand-shake",
-                expected=f"a forwarder at {self._address} that holds the other half of the handle's keys",
-                found="keys that do not go together, or something that is no forwarder",
-                remedy="give the reader the handle that export_handle() gave, of the queue that runs now",
-            )
-        if failures.count("refused") >= 2 * _TRIES:
-            raise QueueClosed(
-                f"the queue {self.name!r} of this handle is gone, or out of reach",
-                expected=f"somebody listening at {self._address}",
-                found=f"connections refused or without an answer, {failures.count('refused')} times",
-                remedy="see that the writer runs, and that no firewall is between; RemoteConfig says bind and connect",
-            )
-
-    def _unanswered(self, timeout_s: float | None, last: str) -> QueueTimeout:
-        found = {"": "a connection, or the attempt of one, and silence", "refused": "no connection"}
-        return QueueTimeout(
-            f"the forwarder of queue {self.name!r} did not answer",
-            expected=f"an answer from {self._address} within {timeout_s} s",
-            found=found.get(last, "connections that broke off"),
-            remedy="see that the writer runs and that no firewall is between, or allow more time",
-        )
 
     @property
     def _address(self) -> str:
@@ -251,15 +179,7 @@ class RemoteReader(MessageQueue):
             try:
                 self._feed(memoryview(message) if isinstance(message, bytes) else message.buffer)
             except wire.Malformed as error:
-                raise self._none_of_ours(error) from None
-
-    def _none_of_ours(self, error: wire.Malformed) -> CorruptFrame:
-        return CorruptFrame(
-            f"the forwarder of queue {self.name!r} sent what is none of its messages",
-            expected=f"Arena's remote protocol {wire.REMOTE_PROTOCOL}",
-            found=str(error),
-            remedy="run the same Arena version on every host",
-        )
+                raise none_of_ours(self.name, error) from None
 
     def _feed(self, message: memoryview) -> None:
         inlet, chunk = self._inlet, self._pending_chunk
@@ -280,7 +200,7 @@ class RemoteReader(MessageQueue):
             elif kind == wire.END:
                 self._on_end(*wire.unpack_end(message))
             elif kind == wire.REFUSED:
-                self._give_up(self._refusal(wire.unpack_json(bytes(message))))
+                self._give_up(refusal(wire.unpack_json(bytes(message))))
             elif kind != wire.WELCOME:  # one more of those comes where a hello had to be said twice
                 raise wire.Malformed(f"a message of kind {kind!r}")
         if not whole:

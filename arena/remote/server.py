@@ -6,7 +6,6 @@ parks. Awake, it sends all there is room for and receives all that has come.
 
 from __future__ import annotations
 
-import hmac
 import os
 import select
 import threading
@@ -16,10 +15,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from arena.config import RemoteConfig, split_address
-from arena.errors import ArenaError, HandleMismatch
+from arena.errors import ArenaError
 from arena.extras import require
 from arena.peers import Handle
 from arena.remote import wire
+from arena.remote.door import Door, check_hello
 from arena.remote.peer import Peer, Unreachable
 from arena.remote.standin import Latest, StandIn
 from arena.wait import usable_cores
@@ -29,7 +29,6 @@ _SNDMORE: Final = 2  # as zmq has it; its own is an enum, which costs with every
 _STRANGERS: Final = 64  # so many identities are remembered of readers that are gone
 _SEATING: Final = 32  # so many hand-shakes at a time
 _TICK_S: Final = 0.25
-_ZAP: Final = "inproc://zeromq.zap.01"
 _monotonic_ns = time.monotonic_ns
 
 
@@ -63,15 +62,12 @@ class Server:
         self._zmq = zmq = require("zmq")
         self._handle, self._config, self._bell = handle, config, bell
         self._is_writer_gone, self._report, self._first = is_writer_gone, report, first
-        self._client_key = keys[1]
         self._context = zmq.Context(max(1, min(4, usable_cores() // 2)))
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP)
+        self._door = Door(zmq, self._context, keys[1], self._count)
         self._router = self._context.socket(zmq.ROUTER)
         self.port = self._bind(keys[0])
-        self._fds = [int(one.getsockopt(zmq.FD)) for one in (self._router, self._zap, self._monitor)]
         self._poll = select.poll()
-        for fd in (*self._fds, bell):
+        for fd in (int(self._router.getsockopt(zmq.FD)), self._door.fd, self._door.news_fd, bell):
             self._poll.register(fd, select.POLLIN)
         self._events, self._pollin = zmq.EVENTS, int(zmq.POLLIN)
         # pyzmq's own `send` looks at options for other kinds of sockets first, and somebody waits.
@@ -85,13 +81,10 @@ class Server:
         self._seating: dict[bytes, float] = {}
         self._gone: OrderedDict[bytes, str] = OrderedDict()  # readers that were taken for dead
         self._refused: Counter[str] = Counter()
-        self._denied = 0  # connections that are about to end for that
-        self._arriving: set[int] = set()  # descriptors of connections that have not got as far as
-        self._connected: set[int] = set()  # those behind which somebody with the right key is
         self._ended: dict[str, Any] | None = None
         self._stopping = False
         self._trouble: BaseException | None = None
-        self._pinged_ns = self._probe_until_ns = self._tick_ns = 0
+        self._pinged_ns = self._tick_ns = 0
 
     def _bind(self, secret: str) -> int:
         zmq, router = self._zmq, self._router
@@ -113,8 +106,7 @@ class Server:
         }
         for option, value in options.items():
             router.setsockopt(option, value)
-        watched = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self._monitor = router.get_monitor_socket(watched)
+        self._door.watch(router)
         router.bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
         return int(router.getsockopt(zmq.LAST_ENDPOINT).rpartition(b":")[2].rstrip(b"\0"))
 
@@ -122,8 +114,8 @@ class Server:
     def serve(self) -> None:
         """Forward until the queue has ended and no reader is left."""
         try:
-            self._authenticate()  # before its first look at a socket nobody is told
-            self._note_connections()
+            self._door.authenticate()  # before its first look at a socket nobody is told
+            self._door.note_connections()
             while not self._stopping:
                 watched = self._order[0].stand_in if self._order else None  # one sleeps for all
                 seen = 0 if watched is None else watched.published
@@ -160,10 +152,10 @@ class Server:
         for fd, _ in ready:
             if fd == self._bell:
                 self._rung = True
-            elif fd == self._fds[1]:
-                self._authenticate()
-            elif fd == self._fds[2]:
-                self._note_connections()
+            elif fd == self._door.fd:
+                self._door.authenticate()
+            elif fd == self._door.news_fd:
+                self._door.note_connections()
 
     def _hand_on(self, watched: StandIn, seen: int) -> None:
         """What woke us is most often one short frame for everybody, and they wait: nothing comes before that.
@@ -273,51 +265,6 @@ class Server:
             pass
 
     # ── who comes ────────────────────────────────────────────────────────────────────────────────
-    def _authenticate(self) -> None:
-        """ZeroMQ's authentication protocol (RFC 27): only the key that is in the handle gets in."""
-        while self._has_come(self._zap):
-            self._let_in()
-
-    def _let_in(self) -> None:
-        request = self._zap.recv_multipart()
-        version, number, mechanism = request[0], request[1], request[5]
-        key = request[6] if len(request) == 7 else b""
-        good = mechanism == b"CURVE" and hmac.compare_digest(self._encoded(key), self._client_key)
-        if not good:
-            self._denied += 1
-            self._count("key")
-        status = (b"200", b"OK") if good else (b"400", b"unknown key")
-        self._zap.send_multipart([version, number, *status, b"", b""])
-
-    def _encoded(self, key: bytes) -> str:
-        from zmq.utils import z85
-
-        return str(z85.encode(key).decode()) if len(key) == 32 else ""
-
-    def _note_connections(self) -> None:
-        zmq = self._zmq
-        from zmq.utils.monitor import recv_monitor_message
-
-        while self._has_come(self._monitor):
-            told = recv_monitor_message(self._monitor)
-            event, fd = told["event"], told["value"]
-            if event == zmq.EVENT_ACCEPTED:
-                self._arriving.add(fd)
-            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED or fd in self._connected:
-                if event == zmq.EVENT_DISCONNECTED:
-                    self._connected.discard(fd)
-                else:  # it is one of these
-                    self._connected |= self._arriving
-                    self._arriving.clear()
-                # The router hears of a connection, or its end, a moment after us.
-                self._probe_until_ns = _monotonic_ns() + 500_000_000
-            elif self._denied:  # a stranger, who has been counted by his key
-                self._denied -= 1
-                self._arriving.discard(fd)
-            else:
-                self._arriving.discard(fd)
-                self._count("handshake")
-
     def _count(self, reason: str) -> None:
         with self._lock:
             self._refused[reason] += 1
@@ -331,7 +278,7 @@ class Server:
         if identity in self._seating or len(self._seating) >= _SEATING:
             return
         try:
-            rank, where = self._checked(hello)
+            rank, where = check_hello(self._handle, hello)
         except ArenaError as error:
             self._refused["secret"] += 1
             self._answer(identity, wire.REFUSED, {"kind": type(error).__name__, "text": str(error)})
@@ -339,26 +286,6 @@ class Server:
         self._seating[identity] = time.monotonic()
         # The writer's process answers when it can, and nobody else should wait for that.
         threading.Thread(target=self._seat, args=(identity, rank, where), daemon=True).start()
-
-    def _checked(self, hello: dict[str, Any]) -> tuple[int, str]:
-        """Rank and host:pid of whoever knows the secret."""
-        handle = self._handle
-        expected = (handle.magic, handle.version, wire.REMOTE_PROTOCOL, handle.instance)
-        found = tuple(hello.get(name) for name in ("magic", "version", "remote", "instance"))
-        if found != expected:
-            raise HandleMismatch("the reader's handle is for another queue", expected=str(expected), found=str(found))
-        if not hmac.compare_digest(str(hello.get("secret")).encode(errors="replace"), handle.secret.encode()):
-            raise HandleMismatch(
-                "the reader does not know this queue's secret",
-                expected="the secret in the handle",
-                found="another one",
-                remedy="send the reader the handle that export_handle() gave",
-            )
-        rank, host, pid = (hello.get(name) for name in ("rank", "host", "pid"))
-        if not isinstance(rank, int) or not isinstance(pid, int) or not isinstance(host, str):
-            raise HandleMismatch("the reader's hello is malformed", expected="rank, host and pid")
-        name = "".join(one if one.isprintable() and one != " " else "_" for one in host[:64])
-        return rank, f"{name or 'unknown'}:{pid}"
 
     def _seat(self, identity: bytes, rank: int, where: str) -> None:
         """Attach on behalf of a reader, in a thread of its own, and tell it how that went."""
@@ -406,7 +333,7 @@ class Server:
             due = now_ns - self._pinged_ns >= timeout_ns // 5
             for peer in self._order:
                 peer.copy_out(now_ns)
-                if peer.lost_ns or now_ns < self._probe_until_ns:
+                if peer.lost_ns or now_ns < self._door.unsettled_until_ns:
                     peer.probe()
                 elif due:
                     peer.ping()
