@@ -288,7 +288,8 @@ class WriterLog(_Log):
 
     def _frequent(self, kind: int, sequence: int, now_ns: int, a: int, b: int) -> None:
         trace, sending = NO_TRACE, self.sending
-        if sending is not None and sending.at == self.page[L_SEQUENCE]:  # and not one that an interrupt kept back
+        # It is what this belongs to, and not one that an interrupt kept back. One that is streamed is published by now.
+        if sending is not None and sending.at in (sequence, self.page[L_SEQUENCE]):
             trace = sending.trace
             self._traced_until_ns += EVENT_GAP_NS
         self.probe.frequent_event(kind, sequence, now_ns, a, b, trace)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from arena import MessageQueue, QueueConfig, codec, filling, layout, writer
 from arena.codec import TensorSource
 from arena.device.cpu.copies import COPIES, CpuStream
 from arena.errors import CorruptFrame, PeerDied, QueueTimeout
+from arena.probe import Event, ProbeReader, hooks
 from tests.support.fleet import eventually
 from tests.support.processes import Child
 from tests.support.streams import cpu_streams, metric_of, pins
@@ -160,6 +162,21 @@ def test_the_device_has_the_first_bytes_while_the_last_ones_are_still_to_come(en
     assert ends.copies()["streamed"] == 1
     taken.clear()
     assert eventually(lambda: not ends.held() or None)
+
+
+def test_the_copy_of_a_sampled_message_is_in_its_trace(ends, monkeypatch):
+    class Always(SimpleNamespace):
+        def __call__(self, spent_ns: int) -> hooks.Sampled:
+            return 1, 2, 3, 4
+
+    monkeypatch.setattr(hooks, "trace_source", Always(left=0, gap_ns=0, plain=object(), context=object))
+    sending = ends.send(stamped(1))
+    ends.take()
+    sending.join()
+    with ProbeReader(ends.queue._probe.path) as page:
+        kinds = [event.kind for event in page.events() if event.trace == (1, 2, 3)]
+    assert Event.COPY in kinds
+    assert kinds[-1] is Event.PUBLISH
 
 
 def test_plain_dequeue_waits_for_the_whole(ends, monkeypatch):
