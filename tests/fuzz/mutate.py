@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ TOKENS = (
 )
 
 VALUES = (*NUMBERS, -1, True, None, 0.5, 10**30, "", "x", "\ud800", "\0", "a" * 300, "9" * 5000, [], {}, [0], [[]])
+
+_DIGIT = re.compile(rb"[0-9]")
 
 Mutation = Callable[[random.Random, bytearray], None]
 
@@ -71,10 +74,9 @@ def _repeat(chance: random.Random, data: bytearray) -> None:
 
 def _digits(chance: random.Random, data: bytearray) -> None:
     """A decimal number in a text becomes another one."""
-    digits = [at for at, byte in enumerate(data) if 48 <= byte <= 57]
-    if digits:
-        at = chance.choice(digits)
-        data[at : at + 1] = str(chance.choice(NUMBERS)).encode()
+    found = _DIGIT.search(data, chance.randrange(len(data))) or _DIGIT.search(data)
+    if found:
+        data[found.start() : found.end()] = str(chance.choice(NUMBERS)).encode()
 
 
 def _field(chance: random.Random, data: bytearray) -> None:
