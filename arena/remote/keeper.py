@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
+from arena.held import HeldLock
+
 _TICK_MS: Final = 10
 _QUIET_TICKS: Final = 50  # after so many in which there was nothing to do it sleeps until it is woken
 
@@ -37,7 +39,7 @@ class Keeper:
         self._pid = os.getpid()
         self._news_fd, self._look = news_fd, look
         self._ended = False
-        self._lock = threading.RLock()  # a garbage collection may call `stop` from anywhere
+        self._lock = HeldLock()  # a garbage collection may call `stop` from anywhere
         self.awake = False
         threading.Thread(target=self._keep, name=f"arena-keeper:{name}", daemon=True).start()
 
