@@ -104,16 +104,15 @@ def test_stalls_are_in_the_name_and_colour_of_the_reader_to_blame(fleet, run_dir
     sent = writer.begin(traced.send_many, 10)
     pending = eventually(lambda: of_kind(drawn(run_dir), "X", "blocked by reader 1 (not over)"))
     assert pending[0]["args"]["pending"] == [1]
-    time.sleep(0.02)  # short waits are left out below
+    time.sleep(0.2)  # longer than anybody else keeps it waiting
     slow.thaw()
     slow.call(drain, 10)
     sent.result()
     taken.result()
     drawing = drawn(run_dir)
     stalls = [one for one in drawing["traceEvents"] if one.get("cat") == "stall"]
-    assert {(one["name"], one["args"]["blame_reader"], one["cname"]) for one in stalls if one["dur"] > 5000} == {
-        ("blocked by reader 1", 1, "bad")
-    }
+    longest = max(stalls, key=lambda one: one["dur"])
+    assert (longest["name"], longest["args"]["blame_reader"], longest["cname"]) == ("blocked by reader 1", 1, "bad")
     check_flows(drawing)
 
 
