@@ -356,8 +356,9 @@ class MessageQueue:
         """Leave. On the writer it closes the queue; on a reader it leaves it. Any thread may call it, twice too.
 
         Whoever waits at either end is woken. Readers still get what was published; tensors stay valid until
-        their last view dies. Of two threads that call it at once, neither returns before this end is closed: a
-        process whose main thread came second may exit, and a daemon thread that came first would be cut off.
+        their last view dies. Of two threads that call it at once, neither returns before this end is closed, or a
+        second is over: a process whose main thread came second may exit, and a daemon thread that came first would be
+        cut off.
         """
         if self._state is Endpoint.FORKED:
             return

@@ -166,6 +166,10 @@ def test_every_frame_comes_once_and_in_order_however_often_the_connection_breaks
             do()
     assert network.got == [(number, *frame) for number, frame in enumerate(frames)]
     assert network.seat.following == len(frames)
+    network.connected = True
+    network.peer.probe()  # after a late word of what was taken, too
+    network.peer.send_some()
+    assert network.peer.send_end({"kind": "QueueClosed"}), "the reader is told that nothing more will come"
 
 
 def test_no_more_is_under_way_than_the_window_allows():

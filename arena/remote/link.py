@@ -129,7 +129,6 @@ class Link:
     def failures(self) -> list[str]:
         """What has gone wrong with connecting since the last call: refused, key, hung_up. Mends what can be mended."""
         zmq, found = self._zmq, []
-        self.news = False
         names = {zmq.EVENT_CONNECT_RETRIED: "refused", zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "hung_up"}
         names[zmq.EVENT_DISCONNECTED] = "broken"
         while self._monitor.getsockopt(self._events) & self._pollin:
@@ -138,6 +137,7 @@ class Link:
             found.append(names.get(recv_monitor_message(self._monitor)["event"], "key"))
         if found:
             self._broken_ns = time.monotonic_ns() if found[-1] != "refused" else 0  # else it is trying already
+        self.news = False  # only now: an interrupt before this leaves it for the next look
         if self._broken_ns and time.monotonic_ns() - self._broken_ns > _GIVEN_UP_NS:
             self._connect_again()
         return found

@@ -143,7 +143,7 @@ class Peer:
     def _send_frame(self, cursor: int) -> bool:
         """Send the next frame. Until it is posted somebody waits: what only keeps the books comes after."""
         stand_in = self.stand_in
-        cursor = max(cursor, stand_in.following)  # taken, though we had begun again before it
+        self._cursor = cursor = max(cursor, stand_in.following)  # taken, though we had begun again before it
         if cursor >= stand_in.published:
             return False
         out = stand_in.outgoing(cursor)

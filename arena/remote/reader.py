@@ -130,6 +130,8 @@ class RemoteReader(MessageQueue):
         obj, complete, arrived = None, False, self._inlet.complete
         while not complete:
             if not arrived:
+                self._receive_all()  # what lies here counts before silence does
+            if not arrived:
                 self._wait(deadline_ns)
             complete, obj = self._take(*arrived[0])
         return obj

@@ -133,7 +133,7 @@ class Server:
     def _sleep(self, watched: StandIn | None, seen: int) -> None:
         """Until something has come over the network, more than `seen` frames are published, or it is time to tick.
 
-        What woke us is seen to by the next turn, as somebody waits for that; the bell is reset when it is over.
+        One short frame is handed on at once, what else woke us is seen to by the next turn; then the bell is reset.
         """
         if self._rung:
             self._rung = False
@@ -199,7 +199,9 @@ class Server:
         sent = False
         for peer in self._order:
             sent |= peer.send_some()
-        return sent or self._send_end()
+        if self._ended is not None or not sent:
+            sent |= self._send_end()
+        return sent
 
     def _send_end(self) -> bool:
         """There was nothing to send: will there be?"""
