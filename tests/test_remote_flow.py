@@ -166,10 +166,21 @@ def test_every_frame_comes_once_and_in_order_however_often_the_connection_breaks
             do()
     assert network.got == [(number, *frame) for number, frame in enumerate(frames)]
     assert network.seat.following == len(frames)
+
+
+def test_the_end_is_told_though_the_word_of_what_was_taken_came_after_a_break():
+    network = Network([(b"frame", [])] * 3)
+    for _ in range(3):
+        for do in (network.publish, network.peer.send_some, network.deliver_down, network.take):
+            do()
+    network.break_off()
+    network.peer.ping()  # the forwarder notices
     network.connected = True
-    network.peer.probe()  # after a late word of what was taken, too
-    network.peer.send_some()
-    assert network.peer.send_end({"kind": "QueueClosed"}), "the reader is told that nothing more will come"
+    while network.up:
+        network.deliver_up()
+    assert network.seat.following == 3
+    assert not network.peer.send_some()
+    assert network.peer.send_end({"kind": "QueueClosed"})
 
 
 def test_no_more_is_under_way_than_the_window_allows():

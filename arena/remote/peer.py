@@ -74,7 +74,7 @@ class Peer:
         """Send a frame without buffers, if it is this one's turn, everything before it is sent, and there is room."""
         if self._cursor != sequence or self._sending is not None or self.lost_ns:
             return False
-        nbytes = len(tail) - wire.SHORT_TAIL.size
+        nbytes = len(tail) - wire.SHORT_TAIL_BYTES
         if self._sent - self._received + nbytes > self._window_bytes:
             return False
         try:

@@ -171,7 +171,7 @@ class Server:
         return bool(socket.getsockopt(self._events) & self._pollin)
 
     def _turn(self) -> None:
-        """Send and receive all there is: first what is published, as somebody waits for that.
+        """Send and receive all there is, but for what `_hand_on` has sent: first what is published.
 
         Ends with a look at what has come: zmq tells of that only once.
         """
@@ -204,7 +204,7 @@ class Server:
         return sent
 
     def _send_end(self) -> bool:
-        """There was nothing to send: will there be?"""
+        """Say that nothing more will come to whoever has been sent all, once that is so."""
         peers = self._order
         if self._ended is None and peers and peers[0].stand_in.is_closed:
             self._has_ended()

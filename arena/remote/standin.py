@@ -20,7 +20,6 @@ from arena.state import Endpoint
 _HOLD: Final = struct.Struct(layout.HOLD)
 _FRAGMENT: Final = struct.Struct(layout.FRAGMENT_HEADER)
 _NO_TRACE: Final = (0, 0, 0)
-_pack_short = wire.SHORT_TAIL.pack
 _monotonic_ns = time.monotonic_ns
 
 
@@ -138,7 +137,7 @@ class StandIn(Reader):
         nbytes = head[HEAD_LENGTH]
         if nbytes > payload.nbytes:
             self._ring.payload(sequence)
-        latest.tail = tail = _pack_short(KIND_INLINE, head[HEAD_SENT_NS], 0, 0, 0, 0, nbytes) + payload[:nbytes]
+        latest.tail = tail = wire.pack_short_tail(KIND_INLINE, head[HEAD_SENT_NS], payload[:nbytes])
         latest.sequence = sequence
         return tail
 
@@ -152,7 +151,7 @@ class StandIn(Reader):
         if out is not None:
             return out
         if (tail := self.short(sequence)) is not None:
-            return Outgoing(len(tail) - wire.SHORT_TAIL.size, tail)
+            return Outgoing(len(tail) - wire.SHORT_TAIL_BYTES, tail)
         self._kept[sequence] = out = self._made_ready(sequence)
         return out
 

@@ -147,8 +147,13 @@ def pack_frame_tail(kind: int, sent_ns: int, trace: tuple[int, int, int], sizes:
 
 
 _FRAME_FRONT: Final = struct.Struct("<cQQQ")
-SHORT_TAIL: Final = struct.Struct("<QQQQQII")
-"""The tail of a frame without buffers, up to its payload: kind, when it was sent, trace, none, bytes of the payload."""
+_SHORT_TAIL: Final = struct.Struct("<QQQQQII")
+SHORT_TAIL_BYTES: Final = _SHORT_TAIL.size  # before the payload
+
+
+def pack_short_tail(kind: int, sent_ns: int, payload: memoryview) -> bytes:
+    """The same of a frame without buffers that is not traced."""
+    return _SHORT_TAIL.pack(kind, sent_ns, 0, 0, 0, 0, len(payload)) + payload
 
 
 def pack_frame(epoch: int, first: int, sequence: int, tail: bytes) -> bytes:
