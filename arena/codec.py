@@ -18,14 +18,14 @@ import pickle
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from arena import copying, filling
 from arena.device import Copies, copies_from
 from arena.errors import ArenaError, CorruptFrame, DecodeFailed, EncodeFailed, MessageTooLarge
-from arena.filling import STREAMED_BYTES, chunks
 from arena.layout import HOLD, HOLD_BYTES
 from arena.memory import copy_bytes, copy_from, view_of
 
@@ -37,6 +37,7 @@ _NEW_PICKLER_BYTES: Final = 1 << 20  # after a message this large, the pickler's
 _SPARSE: Final = 2  # a storage span this many times larger than its elements is gathered, not copied
 _MERGE_SLACK_BYTES: Final = 1 << 20
 _PARALLEL_COPY_BYTES: Final = 16 << 20
+_MET: Final = 4  # pieces of ours that torch copies at a time: all its threads have to meet at the end
 _MAX_BUFFERS: Final = 1 << 20
 _ALIGN: Final = 64
 _ELEMENT_BYTES: Final = 16  # a processor may refuse an element at an address that is no multiple of its size
@@ -69,11 +70,11 @@ class Source:
         """The one copy."""
         copy_bytes(target, self._buffer)
 
-    def write_in_chunks(self, target: memoryview) -> Iterator[int]:
-        """The same, piece by piece where the bytes lie in one: says after each how far it has come."""
-        for begin, end in chunks(self.nbytes):
+    def write_in_order(self, target: memoryview, reached: Callable[[int], None]) -> None:
+        """The same, from the first byte to the last; `reached` hears again and again how many are there."""
+        for begin, end in copying.pieces(self.nbytes, copying.PIECE_BYTES):
             copy_bytes(target[begin:end], self._buffer[begin:end])
-            yield end
+            reached(end)
 
     def piece(self) -> memoryview:
         """The bytes in one piece, for a payload that is cut up; they live as long as the source."""
@@ -93,35 +94,42 @@ class TensorSource(Source):
     @property
     def is_worth_following(self) -> bool:
         """See `Source.is_worth_following`."""
-        return self.address is not None and self.nbytes >= STREAMED_BYTES
+        return self.address is not None and self.nbytes >= filling.STREAMED_BYTES
 
     def write_to(self, target: memoryview) -> None:
-        """The one copy: without the GIL, resolving strides and conj and neg bits, multi-threaded where that helps.
+        """The one copy, without the GIL; torch's, where it has to resolve strides and conj and neg bits.
 
-        It does not below some MiB: waking torch's threads then takes longer than the copy, and where the cores are
-        busy, up to milliseconds longer (7.7 ms instead of 0.1 for 200 KB on two cores).
+        By several threads where that helps. It does not below some MiB: waking them then takes longer than the copy,
+        and where the cores are busy, up to milliseconds longer (7.7 ms instead of 0.1 for 200 KB on two cores).
         """
         import torch
 
         if self.address is not None and self.nbytes < _PARALLEL_COPY_BYTES:
             copy_from(target, self.address)
-            return
-        source = self._tensor.detach() if self.address is None else self._span(self.address)
-        flat = torch.frombuffer(target, dtype=source.dtype, count=source.numel())
-        flat.view(source.shape).copy_(source)
+        elif self.address is not None and copying.is_better(torch.get_num_threads()):
+            there = torch.frombuffer(target, dtype=torch.uint8)
+            copying.copy(there.data_ptr(), self.address, self.nbytes)
+        else:
+            source = self._tensor.detach() if self.address is None else self._span(self.address)
+            flat = torch.frombuffer(target, dtype=source.dtype, count=source.numel())
+            flat.view(source.shape).copy_(source)
 
-    def write_in_chunks(self, target: memoryview) -> Iterator[int]:
-        """See `Source.write_in_chunks`."""
-        import torch
-
+    def write_in_order(self, target: memoryview, reached: Callable[[int], None]) -> None:
+        """See `Source.write_in_order`."""
         if self.address is None:
             self.write_to(target)
-            yield self.nbytes
+            reached(self.nbytes)
             return
-        source, flat = self._span(self.address), torch.frombuffer(target, dtype=torch.uint8)
-        for begin, end in chunks(self.nbytes):
-            flat[begin:end].copy_(source[begin:end])
-            yield end
+        import torch
+
+        there = torch.frombuffer(target, dtype=torch.uint8)
+        if copying.is_better(torch.get_num_threads()):
+            copying.copy_in_order(there.data_ptr(), self.address, self.nbytes, reached)
+            return
+        source = self._span(self.address)
+        for begin, end in copying.pieces(self.nbytes, _MET * copying.PIECE_BYTES):
+            there[begin:end].copy_(source[begin:end])
+            reached(end)
 
     def piece(self) -> memoryview:
         """The bytes in one piece; gathers first where they are spread."""

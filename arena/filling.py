@@ -22,7 +22,7 @@ never sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from arena.errors import ArenaError, CorruptFrame
@@ -34,29 +34,11 @@ if TYPE_CHECKING:
 STREAMED_BYTES: Final = 16 << 20
 """From this size up a tensor is worth it: a smaller one is copied before a reader has been woken."""
 
-FIRST_CHUNK_BYTES: Final = 4 << 20
-LAST_CHUNK_BYTES: Final = 8 << 20
-"""Chunks grow from the first to the second: devices begin early, and the reader is told not too often."""
-
 _FIRST_SLEEP_NS: Final = 20_000
 _LAST_SLEEP_NS: Final = 1_000_000
 _SHARE_OF_AGE: Final = 64
 _LOOK_NS: Final = 20_000_000
 _monotonic_ns = time.monotonic_ns
-
-
-def chunks(nbytes: int) -> Iterator[tuple[int, int]]:
-    """How a tensor is copied: (from, to) of each chunk. The last two share what is left, so that none is a scrap."""
-    at, size = 0, FIRST_CHUNK_BYTES
-    while nbytes - at > 2 * size:
-        yield at, at + size
-        at += size
-        size = min(2 * size, LAST_CHUNK_BYTES)
-    if nbytes - at > size:
-        half = at + -(-(nbytes - at) // 2 // 64) * 64
-        yield at, half
-        at = half
-    yield at, nbytes
 
 
 # ── at the writer ────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Shared memory and its ordering: the only home of raw addresses, futexes and fences.
+"""Shared memory and its ordering: the only home of its addresses, of futexes and of fences.
 
 A *segment* is a memfd: no /dev/shm limit applies to it (containers give 64 MiB there), SIGKILL leaves
 nothing behind, and it is sealed against shrinking, so a peer can't turn our loads into SIGBUS. After its
@@ -14,8 +14,7 @@ so a concurrent reader sees a value never written (5.7 M of 27 M reads, measured
   already is that object. Only a load may pass an earlier store; where that matters (parking), `fence`
   takes an uncontended lock, which is a locked read-modify-write in every CPython.
 - aarch64 reorders freely. There `FencedWords` puts ``dmb ish`` after each load and before each store. The
-  instruction is reached through eight bytes of machine code in a page of their own, since there is no
-  compiler at install time; the kernel makes such a page coherent when it turns executable.
+  instruction is reached through eight bytes of machine code (`arena.machine_code`).
 
 *Lifetime.* A mapping lives exactly as long as the last buffer taken from it: every memoryview keeps the
 ctypes object it was made of, and the range is unmapped when that object dies.
@@ -28,14 +27,14 @@ import errno
 import fcntl
 import mmap as _mmap
 import os
-import platform
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
-from arena import layout
+from arena import layout, machine_code
 from arena.errors import CorruptFrame, OutOfMemory, UnsupportedPlatform
+from arena.machine_code import MACHINE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -49,11 +48,9 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _syscall = _libc.syscall
 
-_MACHINE: Final = platform.machine()
-_SYS_FUTEX: Final = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(_MACHINE)
+_SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(MACHINE)
 _FUTEX_WAIT: Final = 0
 _FUTEX_WAKE: Final = 1
 
@@ -91,31 +88,19 @@ def _x86_fence() -> Callable[[], None]:
 
 
 def _aarch64_fence() -> Callable[[], None]:
-    """`dmb ish; ret` in an executable page; see the head of this file for why this is enough."""
-    code = bytes.fromhex("bf3b03d5") + bytes.fromhex("c0035fd6")
-    address = _libc.mmap(None, layout.PAGE, 3, _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS, -1, 0)
-    if address in (None, _MAP_FAILED):
-        raise _os_error("no page for the memory fence")
-    ctypes.memmove(address, code, len(code))
-    if _libc.mprotect(address, layout.PAGE, _mmap.PROT_READ | _mmap.PROT_EXEC):
-        raise UnsupportedPlatform(
-            "this system refuses executable pages",
-            expected="mprotect(PROT_EXEC) to work, for the dmb instruction that orders shared memory on aarch64",
-            found=os.strerror(ctypes.get_errno()),
-            remedy="allow it for this process (SELinux execmem, systemd MemoryDenyWriteExecute)",
-        )
-    return ctypes.PYFUNCTYPE(None)(address)
+    """See the head of this file for why this is enough."""
+    return ctypes.PYFUNCTYPE(None)(machine_code.executable(machine_code.FULL_BARRIER_AARCH64))
 
 
 def _make_fence() -> Callable[[], None]:
-    if _MACHINE in ("x86_64", "AMD64"):
+    if MACHINE == "x86_64":
         return _x86_fence()
-    if _MACHINE == "aarch64":
+    if MACHINE == "aarch64":
         return _aarch64_fence()
     raise UnsupportedPlatform(
         "Arena has no memory fence for this architecture",
         expected="x86_64 or aarch64",
-        found=_MACHINE,
+        found=MACHINE,
         remedy="run on one of these; a queue without fences would lose or tear messages",
     )
 
@@ -123,7 +108,7 @@ def _make_fence() -> Callable[[], None]:
 fence: Callable[[], None] = _make_fence()
 """A full barrier: no load below it is done before a store above it is visible."""
 
-UNLOCK_IS_A_FENCE: Final = _MACHINE in ("x86_64", "AMD64")
+UNLOCK_IS_A_FENCE: Final = MACHINE == "x86_64"
 """Releasing a ``threading`` lock already is a full barrier here, so the hot path need not call `fence`."""
 
 

@@ -562,9 +562,10 @@ class Writer(MessageQueue):
             source = later.get(hold)
             if source is not None:
                 began_ns = _monotonic_ns()
-                for nbytes in source.write_in_chunks(hold.view()):
-                    if filling is not None:
-                        filling.reached(nbytes)
+                if filling is None:
+                    source.write_to(hold.view())
+                else:
+                    source.write_in_order(hold.view(), filling.reached)
                 if self._log is not None:
                     sequence = self._published[0] if filling is None else filling.sequence
                     self._log.copied(sequence, hold.nbytes, _monotonic_ns() - began_ns)
@@ -616,12 +617,12 @@ class Writer(MessageQueue):
             self._filling = Filling(sequence, self._ring.filled(sequence), [hold.nbytes for hold in self._in_flight])
             self._attention = True  # should this and what makes up for it be interrupted, the next call is to see to it
         self._ring.publish(sequence)
+        if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT, layout.KIND_STREAMED) or not self._waiter.crowded:
+            # The call goes on, and readers may sleep already. Where cores are few, who is woken takes the writer's: so
+            # there they hear of a whole message at the end of the call.
+            self._wake_readers()
         if self._log is not None:
             self._log.frame(sequence, now_ns)
-        if kind in (layout.KIND_FRAGMENT, layout.KIND_ABORT, layout.KIND_STREAMED):
-            # The call goes on, and readers may sleep already. Of a whole message they hear at the end of the call:
-            # where cores are few, who is woken takes the writer's.
-            self._wake_readers()
 
     def _hand_holds_over(self, sequence: int) -> None:
         seats = list(self._roster.counted)

@@ -35,11 +35,11 @@ def message(number: int) -> dict[str, Any]:
 
 def attach(here: Here, rank: int, handle: Any) -> None:
     """Become a reader that has a device."""
-    from arena import codec, filling, shard
+    from arena import copying, filling, shard
     from arena.device.cpu.copies import CpuStream
 
-    shard.SHARDED_BYTES = codec.STREAMED_BYTES = NBYTES  # type: ignore[misc]
-    filling.FIRST_CHUNK_BYTES = filling.LAST_CHUNK_BYTES = 64 * KIB  # type: ignore[misc]
+    shard.SHARDED_BYTES = filling.STREAMED_BYTES = NBYTES  # type: ignore[misc]
+    copying.PIECE_BYTES = 64 * KIB  # type: ignore[misc]
     here.stream = CpuStream()
     here.reader = MessageQueue.create_from_handle(handle, rank)
 
@@ -132,9 +132,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arena.codec.STREAMED_BYTES", NBYTES)
-    monkeypatch.setattr("arena.filling.FIRST_CHUNK_BYTES", 64 * KIB)
-    monkeypatch.setattr("arena.filling.LAST_CHUNK_BYTES", 64 * KIB)
+    monkeypatch.setattr("arena.filling.STREAMED_BYTES", NBYTES)
+    monkeypatch.setattr("arena.copying.PIECE_BYTES", 64 * KIB)
 
 
 @pytest.mark.parametrize("with_what", ["arena", "torch"])

@@ -1,6 +1,7 @@
 """A large tensor is on its way to the device while the writer still copies it; nobody ever sees what is not there."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from arena import MessageQueue, QueueConfig, codec, filling, layout, writer
+from arena import MessageQueue, QueueConfig, codec, copying, filling, layout, writer
 from arena.codec import TensorSource
 from arena.device.cpu.copies import COPIES, CpuStream
 from arena.errors import CorruptFrame, PeerDied, QueueTimeout
@@ -34,15 +35,16 @@ pytestmark = pytest.mark.usefixtures("run_dir")
 
 def small_sizes() -> None:
     """Half a MiB is streamed, in small chunks."""
-    codec.STREAMED_BYTES = NBYTES  # type: ignore[misc]
-    filling.FIRST_CHUNK_BYTES, filling.LAST_CHUNK_BYTES = 64 * KIB, 256 * KIB  # type: ignore[misc]
+    filling.STREAMED_BYTES = NBYTES  # type: ignore[misc]
+    copying.PIECE_BYTES = 64 * KIB  # type: ignore[misc]
+    copying.is_better = lambda threads: True
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "STREAMED_BYTES", NBYTES)
-    monkeypatch.setattr(filling, "FIRST_CHUNK_BYTES", 64 * KIB)
-    monkeypatch.setattr(filling, "LAST_CHUNK_BYTES", 256 * KIB)
+    monkeypatch.setattr(filling, "STREAMED_BYTES", NBYTES)
+    monkeypatch.setattr(copying, "PIECE_BYTES", 64 * KIB)
+    monkeypatch.setattr(copying, "is_better", lambda threads: True)
 
 
 def stamped(number: int) -> torch.Tensor:
@@ -54,17 +56,21 @@ class Paced:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_after: int | None = None) -> None:
         self.go, self.there = threading.Semaphore(0), threading.Semaphore(0)
-        real = TensorSource.write_in_chunks
+        real = TensorSource.write_in_order
 
-        def paced(source: TensorSource, target: memoryview) -> Iterator[int]:
-            for number, end in enumerate(real(source, target)):
-                if number == fails_after:
+        def paced(source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
+            number = itertools.count()
+
+            def slowly(end: int) -> None:
+                if next(number) == fails_after:
                     raise RuntimeError("the source can't be read")
                 assert self.go.acquire(timeout=30)
-                yield end
+                reached(end)
                 self.there.release()
 
-        monkeypatch.setattr(TensorSource, "write_in_chunks", paced)
+            real(source, target, slowly)
+
+        monkeypatch.setattr(TensorSource, "write_in_order", paced)
 
     def let(self, chunks: int = 1000) -> None:
         for _ in range(chunks):
@@ -177,6 +183,19 @@ def test_the_copy_of_a_sampled_message_is_in_its_trace(ends, monkeypatch):
         kinds = [event.kind for event in page.events() if event.trace == (1, 2, 3)]
     assert Event.COPY in kinds
     assert kinds[-1] is Event.PUBLISH
+
+
+def test_where_torch_copies_better_its_threads_copy_and_the_device_follows(ends, monkeypatch):
+    monkeypatch.setattr(copying, "is_better", lambda threads: False)
+    told: list[int] = []
+    reached = filling.Filling.reached
+    monkeypatch.setattr(filling.Filling, "reached", lambda self, end: (told.append(end), reached(self, end)))
+    sending = ends.send([stamped(1), "and"])
+    got = ends.take()
+    sending.join()
+    ends.stream.synchronize()
+    assert same(got, [stamped(1), "and"])
+    assert told == [256 * KIB, NBYTES]
 
 
 def test_plain_dequeue_waits_for_the_whole(ends, monkeypatch):
@@ -325,7 +344,7 @@ def _below(frame: Any, event: str, what: object) -> Any:
 
 def interrupt_at(count: int, action: Any) -> bool:
     """Run something, with an interrupt before the n-th line that it runs in the code of streaming."""
-    files = {filling.__file__, writer.__file__, codec.__file__}
+    files = {filling.__file__, writer.__file__, codec.__file__, copying.__file__}
     lines = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -352,7 +371,10 @@ def interrupt_at(count: int, action: Any) -> bool:
     return False
 
 
-def test_an_interrupt_at_any_line_of_the_writer_loses_no_block_and_tears_no_message(ends):
+@pytest.mark.parametrize("cores", [1, 8, "torch's"])
+def test_an_interrupt_at_any_line_of_the_writer_loses_no_block_and_tears_no_message(ends, monkeypatch, cores):
+    monkeypatch.setattr(copying, "_cores", lambda: cores)
+    monkeypatch.setattr(copying, "is_better", lambda threads: cores != "torch's")
     sent = stamped(4)
     line, interrupted, whole, skipped = 0, True, 0, 0
     while interrupted:
@@ -404,12 +426,14 @@ def test_more_than_there_can_be_is_a_corrupt_frame(ends, monkeypatch):
 def write(handles: Any, ring: Any, pause_s: float, messages: int, ends_how: str) -> None:
     """The writer's process. `ring` hears how far it is."""
     small_sizes()
-    real = TensorSource.write_in_chunks
+    real = TensorSource.write_in_order
 
-    def paced(source: TensorSource, target: memoryview) -> Iterator[int]:
-        for number, end in enumerate(real(source, target)):
+    def paced(source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
+        number = itertools.count()
+
+        def slowly(end: int) -> None:
             time.sleep(pause_s)
-            if number == 2 and ends_how and sent[0] == messages - 1:
+            if next(number) == 2 and ends_how and sent[0] == messages - 1:
                 ring.send("within")
                 if ends_how == "interrupt":
                     os.kill(os.getpid(), signal.SIGINT)
@@ -417,9 +441,11 @@ def write(handles: Any, ring: Any, pause_s: float, messages: int, ends_how: str)
                 time.sleep(30 if ends_how == "killed" else 0)
                 if ends_how == "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
-            yield end
+            reached(end)
 
-    TensorSource.write_in_chunks = paced  # type: ignore[method-assign]
+        real(source, target, slowly)
+
+    TensorSource.write_in_order = paced  # type: ignore[method-assign]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sent = [0]
     room = {"max_arena_bytes": 16 * NBYTES, "segment_bytes": 16 * NBYTES}
@@ -548,14 +574,14 @@ def test_the_block_of_a_reader_killed_while_it_follows_comes_back(monkeypatch):
         assert queue.statistics().arena_used_bytes == 0
 
 
-# ── the plan of chunks ───────────────────────────────────────────────────────────────────────────
+# ── the pieces of a copy ─────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("nbytes", [1, 64 * KIB, 64 * KIB + 1, 128 * KIB, 200 * KIB + 5, NBYTES, 10 * NBYTES + 3])
-def test_chunks_follow_each_other_and_none_is_a_scrap(nbytes):
-    found = list(filling.chunks(nbytes))
+def test_pieces_follow_each_other_and_none_is_a_scrap(nbytes):
+    found = list(copying.pieces(nbytes, 64 * KIB))
     assert [begin for begin, _ in found] == [0, *[end for _, end in found[:-1]]]
     assert found[-1][1] == nbytes
     sizes = [end - begin for begin, end in found]
-    assert max(sizes) <= 256 * KIB
+    assert max(sizes) <= 64 * KIB
     assert len(sizes) == 1 or min(sizes) >= 32 * KIB - 64
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -297,6 +298,7 @@ COPIES: Final = {"cuda": "arena.device.cuda.copies", "cpu": "arena.device.cpu.co
 """The module of each kind of copies; there they are its ``COPIES``."""
 
 
+@cache
 def open_copies(kind: str) -> Copies:
     """The copies of this kind of device. Nothing is loaded before it is asked for, and nothing begins to be used.
 

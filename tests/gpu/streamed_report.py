@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arena import filling
+from arena import copying
 from telemetry.commands.bench import device_shared as shared
 from telemetry.commands.bench.children import run_apart
 from telemetry.commands.bench.contenders import preload
@@ -27,7 +27,7 @@ from telemetry.commands.bench.harness import Block, p50s, paired
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
 NBYTES = 200_000_000
-CHUNKS = ((4, 8), (2, 4), (4, 4), (4, 16), (16, 16))
+PIECES = ((2, 10), (1, 10), (4, 10), (2, 6), (2, 8))  # MiB, threads at most
 DEADLINE_S = 300.0
 BESIDES = (
     "test_under_a_real_limit_on_locked_memory_a_segment_is_what_the_driver_makes_of_any_memory",
@@ -42,20 +42,20 @@ def moves(kind: str, nbytes: int, names: tuple[str, ...], rounds: int, repeats: 
     return run_apart(partial(measure, Plan(kind, nbytes, names, rounds, repeats)), DEADLINE_S)
 
 
-def _with_chunks(first: int, last: int, plan: Plan) -> dict[str, list[Block]]:
-    filling.FIRST_CHUNK_BYTES, filling.LAST_CHUNK_BYTES = first * MIB, last * MIB  # type: ignore[misc]
+def _with_pieces(mib: int, threads: int, plan: Plan) -> dict[str, list[Block]]:
+    copying.PIECE_BYTES, copying._MOST_THREADS = mib * MIB, threads  # type: ignore[misc]
     return measure(plan)
 
 
-def chunk_table(
+def piece_table(
     kind: str = "cuda", nbytes: int = NBYTES, *, rounds: int = 2, repeats: int = 5
 ) -> list[dict[str, float]]:
-    """Streamed by chunks of several sizes: milliseconds, and over the longer one of the two bare copies."""
+    """Streamed in pieces of several sizes: milliseconds, and over the longer one of the two bare copies."""
     rows = []
-    for first, last in CHUNKS:
+    for mib, threads in PIECES:
         plan = Plan(kind, nbytes, (BARE, HOST, STREAMED), rounds, repeats)
-        blocks = run_apart(partial(_with_chunks, first, last, plan), DEADLINE_S)
-        rows.append({"first_MiB": first, "last_MiB": last, "ms": _ms(blocks[STREAMED]), "ratio": _ratio(blocks)})
+        blocks = run_apart(partial(_with_pieces, mib, threads, plan), DEADLINE_S)
+        rows.append({"MiB": mib, "threads": threads, "ms": _ms(blocks[STREAMED]), "ratio": _ratio(blocks)})
     return rows
 
 
@@ -75,7 +75,7 @@ def _ms(blocks: list[Block]) -> float:
 def check(two: bool) -> str:
     """The tests on the GPU; "" or how they ended."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu"]
-    command += ["-k", f"{'two_gpus' if two else 'not two_gpus'} and not chunk_sizes", "tests/gpu/test_streamed.py"]
+    command += ["-k", f"{'two_gpus' if two else 'not two_gpus'} and not piece_sizes", "tests/gpu/test_streamed.py"]
     command += [] if two else [f"tests/gpu/test_tickets.py::{name}" for name in BESIDES]
     try:
         finished = subprocess.run(command, cwd=ROOT, timeout=150, check=False)
@@ -85,14 +85,14 @@ def check(two: bool) -> str:
 
 
 def one_reader(options: Any) -> list[str]:
-    """One reader: every way, and the chunks."""
+    """One reader: every way, and the pieces."""
     names = (BARE, WRITTEN, HOST, PAGEABLE, PINNED, STREAMED, LENT)
     blocks = moves(options.device, options.bytes, names, options.rounds, options.repeats)
     lines = [f"  {name:<42} {_ms(blocks[name]):>8} ms" for name in names]
     lines += [
-        f"  streamed in chunks of {row['first_MiB']} to {row['last_MiB']} MiB".ljust(44)
+        f"  in pieces of {row['MiB']} MiB, at most {row['threads']} threads".ljust(44)
         + f" {row['ms']:>8} ms   {row['ratio']:.2f} x the longer bare copy"
-        for row in chunk_table(options.device, options.bytes)
+        for row in piece_table(options.device, options.bytes)
     ]
     longer, both = _longer(blocks), list(map(sum, zip(p50s(blocks[BARE]), p50s(blocks[HOST]), strict=True)))
     lines += [

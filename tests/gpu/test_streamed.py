@@ -1,9 +1,11 @@
 """A GPU follows a tensor that is still being written, and two ranks share one out."""
 
+import itertools
 import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from arena import MessageQueue, QueueConfig
 from arena.codec import TensorSource
 from arena.errors import PeerDied, QueueTimeout
 from tests.support.fleet import eventually
-from tests.support.gpus import CUDA, Rank, on_gpus
+from tests.support.gpus import CUDA, Rank, need_gpus, on_gpus
 from tests.support.processes import Child
 from tests.support.streams import metric_of, pins
 
@@ -70,14 +72,16 @@ def follow(handle: Any, messages: int, hold_cycles: int) -> tuple[list[bool], di
 
 @pytest.mark.parametrize("slow", ["writer", "device", "neither"])
 def test_the_bytes_are_right_whoever_is_slow(monkeypatch, slow):
-    real = TensorSource.write_in_chunks
+    real = TensorSource.write_in_order
 
-    def paced(source: TensorSource, target: memoryview) -> Any:
-        for end in real(source, target):
+    def paced(source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
+        def slowly(end: int) -> None:
             time.sleep(0.002 if slow == "writer" else 0)
-            yield end
+            reached(end)
 
-    monkeypatch.setattr(TensorSource, "write_in_chunks", paced)
+        real(source, target, slowly)
+
+    monkeypatch.setattr(TensorSource, "write_in_order", paced)
     queue = MessageQueue(1, config=QueueConfig(**ROOM))
     with queue, Child(follow, queue.export_handle(), 8, 20_000_000 if slow == "device" else 0) as child:
         for number in range(8):
@@ -98,17 +102,21 @@ def test_what_is_given_up_half_way_is_skipped_and_its_block_comes_back(monkeypat
         queue.enqueue(stamped(0))
         reader.dequeue_to("cuda", 30)
         ready(reader)
-        real = TensorSource.write_in_chunks
+        real = TensorSource.write_in_order
 
-        def fails(source: TensorSource, target: memoryview) -> Any:
-            for number, end in enumerate(real(source, target)):
+        def fails(source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
+            number = itertools.count()
+
+            def fail(end: int) -> None:
                 time.sleep(0.01)
-                if number == 2:
+                if next(number) == 2:
                     raise RuntimeError("the source can't be read")
-                yield end
+                reached(end)
+
+            real(source, target, fail)
 
         with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
-            patch.setattr(TensorSource, "write_in_chunks", fails)
+            patch.setattr(TensorSource, "write_in_order", fails)
             taking = pool.submit(reader.dequeue_to, "cuda", 30)
             with pytest.raises(RuntimeError, match="can't be read"):
                 queue.enqueue(stamped(1))
@@ -122,19 +130,23 @@ def test_what_is_given_up_half_way_is_skipped_and_its_block_comes_back(monkeypat
 
 
 def write_and_stand_still(sender: Any) -> None:
-    """A writer that never gets beyond its second chunk, from the second message on."""
+    """A writer that never gets beyond its second piece, from the second message on."""
     queue = MessageQueue(1, config=QueueConfig(**ROOM))
     sender.send(queue.export_handle())
     queue.enqueue(stamped(0), timeout=30)
     time.sleep(1.0)
-    real = TensorSource.write_in_chunks
+    real = TensorSource.write_in_order
 
-    def stuck(source: TensorSource, target: memoryview) -> Any:
-        for number, end in enumerate(real(source, target)):
-            time.sleep(600 if number == 2 else 0)
-            yield end
+    def stuck(source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
+        number = itertools.count()
 
-    TensorSource.write_in_chunks = stuck  # type: ignore[method-assign]
+        def stick(end: int) -> None:
+            time.sleep(600 if next(number) == 2 else 0)
+            reached(end)
+
+        real(source, target, stick)
+
+    TensorSource.write_in_order = stuck  # type: ignore[method-assign]
     queue.enqueue(stamped(1), timeout=30)
 
 
@@ -179,6 +191,7 @@ def share(rank: Rank, handle: Any, messages: int, over: str) -> tuple[list[bool]
 @pytest.mark.parametrize("gpus", [(0, 0), (0, 1)], ids=["one_gpu", "two_gpus"])
 @pytest.mark.parametrize("how", ["streamed", "lent"])
 def test_two_ranks_share_a_message_out(tmp_path, gpus, how):
+    need_gpus(gpus)
     queue: Any = MessageQueue(2, config=QueueConfig(**{name: 4 * nbytes for name, nbytes in ROOM.items()}))
     messages = 5
 
@@ -207,14 +220,15 @@ def test_two_ranks_share_a_message_out(tmp_path, gpus, how):
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
-def test_chunk_sizes(capsys):
-    """No speed is asserted: the figures are for choosing `arena.filling`'s chunks, and go to $OUT and the terminal."""
-    from tests.gpu.streamed_report import chunk_table
+def test_piece_sizes(capsys):
+    """No speed is asserted: the figures are for choosing `arena.copying`'s pieces, and go to $OUT and the terminal."""
+    from tests.gpu.streamed_report import piece_table
 
-    rows = chunk_table(rounds=1, repeats=3)
+    with Child(partial(piece_table, rounds=1, repeats=3)) as child:  # which forks, and must not have used CUDA
+        rows = child.result(120)
     with capsys.disabled():
         for row in rows:
             print(json.dumps(row))
     if "OUT" in os.environ:
-        with open(os.path.join(os.environ["OUT"], "chunks.json"), "w") as out:
+        with open(os.path.join(os.environ["OUT"], "pieces.json"), "w") as out:
             json.dump(rows, out)

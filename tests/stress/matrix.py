@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from arena import MessageQueue, QueueConfig, codec, filling
+from arena import MessageQueue, QueueConfig, copying, filling
 from arena.device.cpu.copies import CpuStream
 from arena.errors import ArenaError, NoReader, PeerDied, QueueClosed, QueueTimeout
 from arena.probe import collect_garbage
@@ -44,9 +44,10 @@ def prepare(here: Here, point: str, *, device: bool = False) -> None:
 
 
 def stream_small(here: Here) -> None:
-    """72 kB are streamed, in chunks of 16; what is taken is followed to a device."""
-    codec.STREAMED_BYTES = 1 << 16  # type: ignore[misc]
-    filling.FIRST_CHUNK_BYTES = filling.LAST_CHUNK_BYTES = 1 << 14  # type: ignore[misc]
+    """72 kB are streamed, in pieces of 16; what is taken is followed to a device."""
+    filling.STREAMED_BYTES = 1 << 16  # type: ignore[misc]
+    copying.PIECE_BYTES = 1 << 14  # type: ignore[misc]
+    copying.is_better = lambda threads: True
     here.stream = here.follows = CpuStream()
 
 

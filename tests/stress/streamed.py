@@ -18,12 +18,12 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from arena import MessageQueue, QueueConfig, codec, filling
+from arena import MessageQueue, QueueConfig, copying, filling
 from arena.codec import TensorSource
 from arena.device.cpu.copies import CpuStream
 from arena.errors import QueueTimeout
@@ -50,9 +50,9 @@ class Unreadable(Exception):
 
 
 def small_sizes() -> None:
-    """64 KiB are streamed, in five chunks."""
-    codec.STREAMED_BYTES = BLOCK_BYTES  # type: ignore[misc]
-    filling.FIRST_CHUNK_BYTES, filling.LAST_CHUNK_BYTES = 8 << 10, 16 << 10  # type: ignore[misc]
+    """64 KiB are streamed, in eight pieces."""
+    filling.STREAMED_BYTES = BLOCK_BYTES  # type: ignore[misc]
+    copying.PIECE_BYTES = 8 << 10  # type: ignore[misc]
 
 
 # ── the writer ───────────────────────────────────────────────────────────────────────────────────
@@ -61,22 +61,25 @@ class Moody:
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed).random
-        self._write = TensorSource.write_in_chunks
+        self._write = TensorSource.write_in_order
         moody = self
 
-        def write_in_chunks(source: TensorSource, target: memoryview) -> Iterator[int]:
-            return moody.written(source, target)
+        def write_in_order(source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
+            moody.write(source, target, reached)
 
-        TensorSource.write_in_chunks = write_in_chunks  # type: ignore[method-assign]
+        TensorSource.write_in_order = write_in_order  # type: ignore[method-assign]
 
-    def written(self, source: TensorSource, target: memoryview) -> Iterator[int]:
+    def write(self, source: TensorSource, target: memoryview, reached: Callable[[int], None]) -> None:
         late, fails = self._draw() < 0.1, self._draw() < 0.02
-        for end in self._write(source, target):
+
+        def moodily(end: int) -> None:
             if late:
                 time.sleep(self._draw() * 0.0005)
             if fails and self._draw() < 0.5:
                 raise Unreadable
-            yield end
+            reached(end)
+
+        self._write(source, target, moodily)
 
 
 # ── the reader ───────────────────────────────────────────────────────────────────────────────────

@@ -58,6 +58,12 @@ class Rank:
         return set_up(name, CudaDevice().paths()[name](place, max_bytes), self.rounds, self.rank, Budget(PATIENCE_S))
 
 
+def need_gpus(gpus: tuple[int, ...]) -> None:
+    """Skip the test where there are fewer."""
+    if CUDA.device_count() <= max(gpus):
+        pytest.skip(f"needs {max(gpus) + 1} GPUs")
+
+
 def on_gpus(
     function: Callable[..., Any],
     store: Path,
@@ -70,8 +76,7 @@ def on_gpus(
 
     Rank r is on GPU `gpus[r]`, and with `hidden` sees no other.
     """
-    if CUDA.device_count() <= max(gpus):
-        pytest.skip(f"needs {max(gpus) + 1} GPUs")
+    need_gpus(gpus)
     with ExitStack() as stack:
         arguments = [(function, (rank, len(gpus), store, gpu), hidden, args) for rank, gpu in enumerate(gpus)]
         children = [stack.enter_context(Child(_as_rank, *each)) for each in arguments]

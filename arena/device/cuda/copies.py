@@ -137,6 +137,8 @@ class CudaCopies:
         """See `arena.device.Copies`."""
         with torch.cuda.stream(stream):
             made = torch.empty(source.shape, dtype=source.dtype, device=device)
+            if pinned and not (source.is_conj() or source.is_neg()) and _copied(source, made, stream):
+                return made
             return made.copy_(source, non_blocking=pinned)
 
     def room(self, nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
@@ -146,8 +148,9 @@ class CudaCopies:
 
     def copy_bytes(self, source: torch.Tensor, target: torch.Tensor, stream: Any, *, pinned: bool) -> None:
         """See `arena.device.Copies`."""
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=pinned)
+        if not (pinned and _copied(source, target, stream)):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=pinned)
 
     def behind(self, stream: Any) -> AbstractContextManager[Any]:
         """See `arena.device.Copies`."""
@@ -177,6 +180,18 @@ class CudaCopies:
     def unregister(self, address: int) -> None:
         """See `arena.device.Copies`."""
         pins.unregister(address)
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor, stream: Any) -> bool:
+    """Queue a copy of contiguous bytes by the driver itself: torch's way there is long for a reader that has just woken
+    and has cold caches (250 us of 330, where this takes 70). False where the thread is not at home on the device."""
+    if torch.cuda.current_device() != stream.device.index or not (source.is_contiguous() and target.is_contiguous()):
+        return False
+    try:
+        driver.copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
+    except driver.DriverError:
+        return False
+    return True
 
 
 COPIES: Final = CudaCopies()

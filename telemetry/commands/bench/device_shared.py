@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from arena import MessageQueue, QueueConfig
 from telemetry.commands.bench.children import BlockFailed, fork_reader, reap
-from telemetry.commands.bench.device_moves import BARE, HOST, Plan, Rig, settle
+from telemetry.commands.bench.device_moves import BARE, HOST, Plan, Rig, settle, write
 from telemetry.commands.bench.harness import Block, summarise
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ class _Writer:
             return self._answer()
         if name in (TWO_LENT, LENT_SHARDED):
             with self._queue.lend((self._nbytes,), torch.uint8) as tensor:
-                tensor.fill_(stamp)
+                write(tensor, stamp)
                 began = _clock()
                 self._queue.enqueue(tensor)
             del tensor
             return self._answer() - began
-        self._source.fill_(stamp)
+        write(self._source, stamp)
         began = _clock()
         self._queue.enqueue(self._source)
         return self._answer() - began
