@@ -8,8 +8,8 @@ caches where the machine can (`arena.machine_code`): the bytes are for devices a
 beside an H200 that fills 200 MB in 2.7 ms with 8 threads, where torch needs 5 with 16 and 10 with 4, and a device that
 follows is done after 4.4 ms instead of 8.6 (tests/bench/RESULTS.md).
 
-But where torch's threads are spinning, whoever else wants their cores waits for a turn, and they are the fastest to
-copy. `is_better` tells.
+But where many threads of torch's are spinning, whoever else wants their cores waits for a turn, and the slowest piece
+is the last: then they are the fastest to copy. `is_better` tells. On two cores ours always are: 192 MiB in 8.6 ms to 12.3.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PIECE_BYTES: Final = 2 << 20
 
 _LARGE_PIECE_BYTES: Final = 4 << 20  # where nobody does: the GIL is asked for less often
 _MOST_THREADS: Final = 10  # from here on, memory is what they wait for
+_FEW_CORES: Final = 4  # one thread of ours copies as much as two or three of torch's
 _LINE: Final = 64
 _NAP_S: Final = 50e-6
 
@@ -66,7 +67,7 @@ def copy_in_order(to: int, at: int, nbytes: int, reached: Callable[[int], None])
 def is_better(threads: int) -> bool:
     """Whether this is better now than so many threads of torch's: they are few, or half of the cores are free."""
     cores = _cores()
-    return 2 * threads <= cores or 2 * _running() <= cores
+    return 2 * threads <= cores or cores <= _FEW_CORES or 2 * _running() <= cores
 
 
 def pieces(nbytes: int, size: int) -> Iterator[tuple[int, int]]:

@@ -113,7 +113,7 @@ def test_this_machine_has_one_and_its_page_is_not_writable():
 
 @pytest.mark.parametrize(
     ("threads", "cores", "running", "better"),
-    [(1, 16, 40, True), (8, 16, 40, True), (9, 16, 9, False), (16, 16, 8, True), (2, 2, 1, True), (2, 2, 2, False)],
+    [(1, 16, 40, True), (8, 16, 40, True), (9, 16, 9, False), (16, 16, 8, True), (4, 4, 9, True), (5, 5, 3, False)],
 )
 def test_it_is_better_where_torch_has_few_threads_or_cores_are_free(monkeypatch, threads, cores, running, better):
     monkeypatch.setattr(copying, "_cores", lambda: cores)
