@@ -9,7 +9,8 @@ beside an H200 that fills 200 MB in 2.7 ms with 8 threads, where torch needs 5 w
 follows is done after 4.4 ms instead of 8.6 (tests/bench/RESULTS.md).
 
 But where many threads of torch's are spinning, whoever else wants their cores waits for a turn, and the slowest piece
-is the last: then they are the fastest to copy. `is_better` tells. On two cores ours always are: 192 MiB in 8.6 ms to 12.3.
+is the last: then they are the fastest to copy. `is_better` tells. On two cores ours always are: 192 MiB take them 8.6
+ms, and torch's 12.3.
 """
 
 from __future__ import annotations

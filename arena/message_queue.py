@@ -11,12 +11,14 @@ against `shutdown`, `statistics` or the release of a block: these only leave a n
 from __future__ import annotations
 
 import os
+import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from arena.config import QueueConfig, RemoteConfig, check_on_warning, check_poll, check_timeout, unknown_variables
 from arena.errors import ArenaError, HandleMismatch, QueueClosed, QueueTimeout, ReentrantUse, UseAfterFork, WrongEnd
@@ -434,6 +436,7 @@ class MessageQueue:
             self._state = move(self._state, "close")
             self._attention = True  # the next call must be refused
             self._release_everything()
+            _kept.pop(id(self), None)
 
     def _refuse_use(self) -> None:
         """Raise if this endpoint can't be used now. Called with the lock held."""
@@ -487,11 +490,45 @@ class MessageQueue:
     ) -> None:
         self.shutdown()
 
+    def __del__(self) -> None:
+        """Dropped without `shutdown`: the same, and a ResourceWarning, as for a file.
 
+        The others would wait for ever for what nobody can read or send any more. Not at the interpreter's end: that of
+        the process tells them.
+        """
+        if getattr(self, "_state", Endpoint.NEW) in _AT_WORK and not sys.is_finalizing():
+            try:
+                warnings.warn(f"dropped without shutdown(): {self!r}", ResourceWarning, stacklevel=2, source=self)
+            finally:
+                self.shutdown()
+
+    def _keep_parts(self, *parts: object) -> None:
+        """Keep what a shutdown touches, none of which may refer to this end, until it has been.
+
+        Python takes garbage in circles apart in any order, and the memory may be unmapped before its end is dropped.
+        """
+        _kept[id(self)] = parts
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same bound method, for parts of its object to call: it does not keep that alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        found = reference()
+        assert found is not None, "its object calls its parts"
+        return found(*args)
+
+    return call
+
+
+_AT_WORK: Final = (Endpoint.WORKING, Endpoint.WAITING, Endpoint.GATE)
 _endpoints: weakref.WeakSet[MessageQueue] = weakref.WeakSet()
+_kept: dict[int, tuple[object, ...]] = {}
 
 
 def _note_fork() -> None:
+    _kept.clear()
     for endpoint in list(_endpoints):
         endpoint._state = Endpoint.FORKED
         endpoint._attention = True

@@ -170,6 +170,7 @@ class Reader(MessageQueue):
         self._followed: tuple[Copies, Stream] | None = None  # where that may be reading from a frame not released yet
         self._assembly = Assembly(handle.max_message_bytes + TABLE_SLACK_BYTES)
         self._log = ReaderLog(self._probe, self._waiter) if self._probe is not None else None
+        self._keep_parts(self._attachment, self._ring, self._borrower, self._probe)
         self._state = move(self._state, "attach")
         if self._probe is not None:
             self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
@@ -178,6 +179,7 @@ class Reader(MessageQueue):
 
     def _give_up(self) -> None:
         """Attaching came to nothing: leave nothing behind."""
+        self._state = Endpoint.CLOSED
         if self._probe is not None:
             self._probe.unlink()
         self._attachment.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
+from weakref import WeakMethod
 
 from arena import layout, memory
 from arena.blocks import Block, BlockPool, Hold, NoRoom, PoolLimits, PoolSegment
@@ -31,7 +32,7 @@ from arena.filling import Filling
 from arena.gate import Gate
 from arena.layout import READER_PARKED, Geometry
 from arena.memory import UNLOCK_IS_A_FENCE, Segment
-from arena.message_queue import MessageQueue, Statistics, Warn
+from arena.message_queue import MessageQueue, Statistics, Warn, weakly
 from arena.observe import Sending, WriterLog
 from arena.peers import MAGIC, PROTOCOL, AttachServer, Handle, Roster, Seat, host_id, naming_descriptors
 from arena.pin import Pinned, Pins
@@ -126,11 +127,11 @@ class Writer(MessageQueue):
             self._make_ring(geometry, SizedWriterRing if remote else WriterRing)
             self._handed: list[tuple[int, int, int]] = [(0, self._segment.nbytes, self._segment.fd)]
             self._server: AttachServer | None = None
-            self._pool = BlockPool(config.name, self._pool_limits(), self._probe, self._hand_over)
+            self._pool = BlockPool(config.name, self._pool_limits(), self._probe, weakly(self._hand_over))
             undo.callback(self._pool.close)
             self._handle = self._make_handle(geometry)
             self._server = AttachServer(
-                self._directory, SOCKET, self._handle, self._roster, self._handed.copy, self._note_attach
+                self._directory, SOCKET, self._handle, self._roster, self._handed.copy, WeakMethod(self._note_attach)
             )
             undo.callback(self._server.stop)
             self._encoder = self._make_encoder()
@@ -146,8 +147,7 @@ class Writer(MessageQueue):
         self._message = MessageState.NONE
         self._in_flight: list[Hold] = []
         self._later = self._filling = None
-        self._next_look_ns = 0
-        self._look_due = False
+        self._next_look_ns, self._look_due = 0, False
         self._claim = self._make_claim()
         self._sending: Sending | None = None  # of a message of several parts, and since when that is sent
         self._began_ns = 0
@@ -155,6 +155,7 @@ class Writer(MessageQueue):
         if self._probe is not None:
             self._log = WriterLog(self._probe, self._waiter, self._roster, self._pool, geometry.slots)
             self._claim.log = self._log
+        self._keep_parts(self._segment, self._ring, self._roster, self._pool, self._claim, self._probe, self._server)
         self._state = move(self._state, "attach")
         if self._probe is not None:
             self._probe.proceeding(Endpoint.WORKING, _monotonic_ns())
@@ -202,9 +203,9 @@ class Writer(MessageQueue):
             self._waiter,
             futex=self._futex,
             parked=self._parked,
-            check_open=self._check_open,
-            see_to_roster=self._see_to_roster,
-            warn=self._warn,
+            check_open=weakly(self._check_open),
+            see_to_roster=weakly(self._see_to_roster),
+            warn=weakly(self._warn),
             stall_warning_s=self.config.stall_warning_s,
         )
 
@@ -245,7 +246,9 @@ class Writer(MessageQueue):
         from arena.remote.forwarder import Forwarder
 
         bell = Bell(self._futex)
-        forwarder = Forwarder(self._handle, remote, bell.fd, self._probe, self._warn)
+        # Not `_warn`: its thread would keep a writer alive that nobody else does.
+        warn = self._on_warning or _unheard
+        forwarder = Forwarder(self._handle, remote, bell.fd, self._probe, warn)
         self._futex = bell
         self._handle = replace(self._handle, remote=forwarder.address)
         return forwarder
@@ -869,6 +872,10 @@ class Writer(MessageQueue):
     def _count_error(self, error: ArenaError) -> None:
         if self._log is not None:
             self._log.error(error, self._published[0])
+
+
+def _unheard(warning: str) -> None:
+    pass
 
 
 def _cut(payload: list[Piece], room: int) -> Iterator[list[Piece]]:

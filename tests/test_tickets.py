@@ -399,7 +399,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     cuda = importlib.import_module("arena.device.cuda.copies")
     monkeypatch.setattr("arena.device.cuda.driver._driver", lambda: made)
     monkeypatch.setattr(cuda, "_can_write_words", cuda._can_write_words.__wrapped__)
-    monkeypatch.setattr(cuda.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda.torch.cuda, "device", lambda index: contextlib.nullcontext())
     return made
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -298,7 +297,6 @@ COPIES: Final = {"cuda": "arena.device.cuda.copies", "cpu": "arena.device.cpu.co
 """The module of each kind of copies; there they are its ``COPIES``."""
 
 
-@cache
 def open_copies(kind: str) -> Copies:
     """The copies of this kind of device. Nothing is loaded before it is asked for, and nothing begins to be used.
 
@@ -313,7 +311,8 @@ def open_copies(kind: str) -> Copies:
             found=kind,
             remedy="use the tensor's own .to(), without non_blocking, before the tensor goes",
         )
-    copies: Copies = import_module(module).COPIES
+    loaded = sys.modules.get(module)  # most often; import_module has a long way there
+    copies: Copies = getattr(loaded, "COPIES", None) or import_module(module).COPIES
     return copies
 
 

@@ -47,7 +47,7 @@ class AttachServer:
         handle: Handle,
         roster: Roster,
         segments: Callable[[], list[tuple[int, int, int]]],
-        on_attach: Callable[[], None],
+        on_attach: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
         self.lock = HeldLock()
         self._path = directory / name
@@ -74,12 +74,14 @@ class AttachServer:
             self._selector = undo.enter_context(selectors.DefaultSelector())
             undo.pop_all()
         self._greeting: dict[socket.socket, float] = {}
+        self._stopped = False
         self._thread = threading.Thread(target=self._serve, name=f"arena-attach:{handle.name}", daemon=True)
         _servers.add(self)
         self._thread.start()
 
     def stop(self) -> None:
         """End the thread and remove the socket."""
+        self._stopped = True  # for a writer that a garbage collection in the thread itself brings down
         self._wake_in.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
@@ -109,7 +111,7 @@ class AttachServer:
         with self._selector as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(self._wake_out, selectors.EVENT_READ)
-            while True:
+            while not self._stopped:
                 timeout_s = 1.0 if self._greeting else None
                 for key, _ in selector.select(timeout_s):
                     if key.fileobj is self._wake_out:
@@ -177,7 +179,11 @@ class AttachServer:
             except ArenaError:
                 process.close()
                 raise
-            self._on_attach()  # before the reader knows, so that the next message after its attach is one for it
+            on_attach = self._on_attach()
+            if (
+                on_attach is not None
+            ):  # before the reader knows, so that the next message after its attach is one for it
+                on_attach()
             segments = self._segments()
             table = [[number, nbytes] for number, nbytes, _ in segments]
             send(connection, {"segments": table}, [fd for _, _, fd in segments])

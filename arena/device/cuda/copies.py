@@ -11,7 +11,7 @@ import torch
 from arena.device import Passage, WordWriter
 from arena.device.cuda import driver, pins
 from arena.device.cuda.stopwatch import EventPair
-from arena.device.cuda.streams import cuda
+from arena.device.cuda.streams import On, cuda, current_device, current_stream
 
 
 class CudaPassage:
@@ -73,7 +73,7 @@ class _StreamWord:
             self._identity = driver.stream_id(self._handle)
 
     def __call__(self, number: int) -> bool:
-        if torch.cuda.current_device() == self._device:
+        if current_device() == self._device:
             return self._write(number)
         with torch.cuda.device(self._device):  # the default stream's handle means that of the current device
             return self._write(number)
@@ -113,7 +113,7 @@ class CudaCopies:
 
     def current_stream(self, device: torch.device | None = None) -> Any:
         """See `arena.device.Copies`."""
-        return torch.cuda.current_stream(device)
+        return current_stream() if device is None else torch.cuda.current_stream(device)
 
     def is_capturing(self, stream: Any) -> bool:
         """See `arena.device.Copies`."""
@@ -135,7 +135,7 @@ class CudaCopies:
 
     def to_device(self, source: torch.Tensor, device: torch.device, stream: Any, *, pinned: bool) -> torch.Tensor:
         """See `arena.device.Copies`."""
-        with torch.cuda.stream(stream):
+        with On(stream):
             made = torch.empty(source.shape, dtype=source.dtype, device=device)
             if pinned and not (source.is_conj() or source.is_neg()) and _copied(source, made, stream):
                 return made
@@ -143,18 +143,18 @@ class CudaCopies:
 
     def room(self, nbytes: int, device: torch.device, stream: Any) -> torch.Tensor:
         """See `arena.device.Copies`."""
-        with torch.cuda.stream(stream):
+        with On(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def copy_bytes(self, source: torch.Tensor, target: torch.Tensor, stream: Any, *, pinned: bool) -> None:
         """See `arena.device.Copies`."""
         if not (pinned and _copied(source, target, stream)):
-            with torch.cuda.stream(stream):
+            with On(stream):
                 target.copy_(source, non_blocking=pinned)
 
     def behind(self, stream: Any) -> AbstractContextManager[Any]:
         """See `arena.device.Copies`."""
-        return torch.cuda.stream(stream)
+        return On(stream)
 
     def to_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `arena.device.Copies`."""
@@ -185,7 +185,7 @@ class CudaCopies:
 def _copied(source: torch.Tensor, target: torch.Tensor, stream: Any) -> bool:
     """Queue a copy of contiguous bytes by the driver itself: torch's way there is long for a reader that has just woken
     and has cold caches (250 us of 330, where this takes 70). False where the thread is not at home on the device."""
-    if torch.cuda.current_device() != stream.device.index or not (source.is_contiguous() and target.is_contiguous()):
+    if current_device() != stream.device_index or not (source.is_contiguous() and target.is_contiguous()):
         return False
     try:
         driver.copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
