@@ -116,28 +116,34 @@ class _Job:
         """With the calling thread's own hands as well."""
         try:
             self._call(helpers)
-            for number in self._next:
-                begin, end = self._parts[number]
-                _copy_piece(self._to + begin, self._at + begin, end - begin)
-                self._over[number] = 1
-            while 0 in self._over:
-                self._ended.get()
+            self._copy_too()
             self._raise_if_failed()
         finally:
             self._end()
+
+    def _copy_too(self) -> None:
+        for number in self._next:
+            begin, end = self._parts[number]
+            _copy_piece(self._to + begin, self._at + begin, end - begin)
+            self._over[number] = 1
+        while 0 in self._over:
+            self._ended.get()
 
     def run_in_order(self, helpers: int, reached: Callable[[int], None]) -> None:
         """By helpers alone; the calling thread tells how far they are."""
         try:
             if not self._call(helpers):
                 self._help()
-            for number, (_, end) in enumerate(self._parts):
-                while not self._over[number]:
-                    self._ended.get()
-                self._raise_if_failed()
-                reached(end)
+            self._tell(reached)
         finally:
             self._end()
+
+    def _tell(self, reached: Callable[[int], None]) -> None:
+        for number, (_, end) in enumerate(self._parts):
+            while not self._over[number]:
+                self._ended.get()
+            self._raise_if_failed()
+            reached(end)
 
     def _call(self, helpers: int) -> int:
         """Have so many help; how many do."""

@@ -56,7 +56,11 @@ def create_from_process_group(
     if queue is None:
         reader_rank = rank - (rank > writer_rank)
         queue = MessageQueue.create_from_handle(offer[0], reader_rank, on_warning=on_warning)
-    queue.wait_until_ready(timeout)
+    try:
+        queue.wait_until_ready(timeout)
+    except BaseException:
+        queue.shutdown()
+        raise
     return queue
 
 

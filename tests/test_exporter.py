@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import signal
@@ -155,6 +156,7 @@ def test_more_clients_than_it_serves_at_a_time_are_hung_up_on(exporter):
 
 
 def test_a_closed_exporter_leaves_nothing_behind(run_dir):
+    gc.collect()  # what other tests have left
     with MessageQueue(1, config=QueueConfig(name="steps")) as writer:
         reader = MessageQueue.create_from_handle(writer.export_handle(), 0)  # from here on the queue opens nothing more
         before, maps = open_fds().keys(), len(arena_maps())

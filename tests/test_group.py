@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arena import MessageQueue
-from arena.errors import InvalidArgument, QueueTimeout, RunDirectoryError
+from arena.errors import InvalidArgument, QueueClosed, QueueTimeout, RunDirectoryError
 from tests.support.fleet import Here, Worker
 
 WORLD = 3
@@ -108,7 +108,7 @@ def comes_late(here: Here, rank: int) -> str:
         MessageQueue.create_from_handle = staticmethod(lambda *_, **__: _Absent())  # type: ignore[method-assign]
     try:
         MessageQueue.create_from_process_group(None, writer_rank=0, timeout=0.5)
-    except QueueTimeout as error:
+    except (QueueTimeout, QueueClosed) as error:  # whoever's time is over first: the writer's queue goes with it
         outcome = str(error)
     else:
         outcome = "made"
@@ -124,5 +124,5 @@ class _Absent:
 def test_a_rank_that_does_not_attach_is_named(ranks):
     writer, reader, absent = together(ranks, comes_late)
     assert "readers [1]" in writer
-    assert "not every reader" in reader
+    assert "not every reader" in reader or "shut down by its writer" in reader
     assert absent == "made"

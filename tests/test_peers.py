@@ -274,14 +274,14 @@ def test_what_is_sent_after_a_joiner_has_attached_is_for_the_joiner_too(run_dir)
     with MessageQueue(2) as queue, attached(queue, 1):
         attached(queue, 0).shutdown()
         queue.enqueue("nothing left to see to")
-        tell_the_writer = queue._server._on_attach
+        tell_the_writer = queue._server._on_attach()
 
         def tell_late() -> None:
             """As where the attach thread loses the processor just then."""
             time.sleep(0.3)
             tell_the_writer()
 
-        queue._server._on_attach = tell_late
+        queue._server._on_attach = lambda: tell_late
         with attached(queue, 0) as joiner:
             queue.enqueue("for you", timeout=5)
             assert joiner.dequeue(timeout=5) == "for you"
