@@ -113,7 +113,7 @@ def read_and_leave(here: Here) -> None:
     """All a reader ever does."""
     while True:
         try:
-            here.kept = take(here, 0.3)  # the one before dies
+            here.kept = take(here, 2.0)  # the one before dies
         except ArenaError:
             here.queue.shutdown()
             return
