@@ -58,7 +58,7 @@ def copy_in_order(to: int, at: int, nbytes: int, reached: Callable[[int], None])
     parts = list(pieces(nbytes, PIECE_BYTES))
     helpers = min(_cores() * 5 // 8, _MOST_THREADS)  # the other cores are for those who follow
     if helpers > 1:
-        _Job(to, at, parts).run_in_order(helpers, reached)
+        _Job(to, at, parts).run(helpers, reached)
         return
     for begin, end in parts:
         _copy_piece(to + begin, at + begin, end - begin)
@@ -112,14 +112,29 @@ class _Job:
         self._is_off = False
         self._error: BaseException | None = None
 
-    def run(self, helpers: int) -> None:
-        """With the calling thread's own hands as well."""
+    def run(self, helpers: int, reached: Callable[[int], None] | None = None) -> None:
+        """With helpers, and the calling thread's own hands; or by helpers alone, while it tells how far they are.
+
+        However it ends, nobody copies any more then: memory that is given up is soon another's.
+        """
+        interrupt: BaseException | None = None
         try:
-            self._call(helpers)
-            self._copy_too()
+            called = self._call(helpers)
+            if reached is None or not called:
+                self._copy_too()
+            if reached is not None:
+                self._tell(reached)
             self._raise_if_failed()
         finally:
-            self._end()
+            self._is_off = True  # a store, and no call: no signal comes before it
+            while True:
+                try:
+                    self._await_helpers()
+                    break
+                except BaseException as error:  # another one; it can wait for a piece to be over
+                    interrupt = error
+            if interrupt is not None:
+                raise interrupt
 
     def _copy_too(self) -> None:
         for number in self._next:
@@ -129,15 +144,6 @@ class _Job:
         while 0 in self._over:
             self._ended.get()
 
-    def run_in_order(self, helpers: int, reached: Callable[[int], None]) -> None:
-        """By helpers alone; the calling thread tells how far they are."""
-        try:
-            if not self._call(helpers):
-                self._help()
-            self._tell(reached)
-        finally:
-            self._end()
-
     def _tell(self, reached: Callable[[int], None]) -> None:
         for number, (_, end) in enumerate(self._parts):
             while not self._over[number]:
@@ -145,21 +151,30 @@ class _Job:
             self._raise_if_failed()
             reached(end)
 
+    def _await_helpers(self) -> None:
+        while any([begun > over for begun, over in zip(self._begun, self._over, strict=True)]):
+            time.sleep(_NAP_S)
+
     def _call(self, helpers: int) -> int:
         """Have so many help; how many do."""
         wanted = min(helpers, len(self._parts))
         for number in range(wanted):
+            pool = _pool()
             try:
-                _pool().submit(self._help)
+                pool.submit(self._help)
             except RuntimeError:  # the interpreter is ending, and starts no thread any more
                 return number
+            except BaseException:  # with a thread half started, it would be waited for at the interpreter's end
+                pool.shutdown(wait=False)
+                _pool.cache_clear()
+                raise
         return wanted
 
     def _help(self) -> None:
         for number in self._next:
             self._begun[number] = 1
             try:
-                if not self._is_off:  # looked at with our flag up: either `_end` waits for us, or we see it
+                if not self._is_off:  # looked at with our flag up: either we are waited for, or we see it
                     begin, end = self._parts[number]
                     _copy_piece(self._to + begin, self._at + begin, end - begin)
             except BaseException as error:
@@ -170,18 +185,6 @@ class _Job:
     def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _end(self) -> None:
-        """Nobody copies any more, whatever comes: memory that is given up is soon another's."""
-        interrupt: BaseException | None = None
-        self._is_off = True
-        while any([begun > over for begun, over in zip(self._begun, self._over, strict=True)]):
-            try:
-                time.sleep(_NAP_S)
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
 
 
 def _cores() -> int:
