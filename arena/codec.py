@@ -116,7 +116,7 @@ class TensorSource(Source):
 
     def write_in_order(self, target: memoryview, reached: Callable[[int], None]) -> None:
         """See `Source.write_in_order`."""
-        if self.address is None:
+        if self.address is None or self.nbytes < _PARALLEL_COPY_BYTES:
             self.write_to(target)
             reached(self.nbytes)
             return

@@ -9,8 +9,7 @@ beside an H200 that fills 200 MB in 2.7 ms with 8 threads, where torch needs 5 w
 follows is done after 4.4 ms instead of 8.6 (tests/bench/RESULTS.md).
 
 But where many threads of torch's are spinning, whoever else wants their cores waits for a turn, and the slowest piece
-is the last: then they are the fastest to copy. `is_better` tells. On two cores ours always are: 192 MiB take them 8.6
-ms, and torch's 12.3.
+is the last: then they are the fastest to copy. `is_better` tells; on few cores ours always are.
 """
 
 from __future__ import annotations
@@ -66,7 +65,10 @@ def copy_in_order(to: int, at: int, nbytes: int, reached: Callable[[int], None])
 
 
 def is_better(threads: int) -> bool:
-    """Whether this is better now than so many threads of torch's: they are few, or half of the cores are free."""
+    """Whether this is better now than so many threads of torch's: they are few, or half of the cores are free.
+
+    What runs is what runs on the whole machine; on one with many cores that are not ours it errs on torch's side.
+    """
     cores = _cores()
     return 2 * threads <= cores or cores <= _FEW_CORES or 2 * _running() <= cores
 
@@ -157,9 +159,9 @@ class _Job:
 
     def _call(self, helpers: int) -> int:
         """Have so many help; how many do."""
-        wanted = min(helpers, len(self._parts))
+        wanted, cores = min(helpers, len(self._parts)), frozenset(os.sched_getaffinity(0))
         for number in range(wanted):
-            pool = _pool()
+            pool = _pool(cores)
             try:
                 pool.submit(self._help)
             except RuntimeError:  # the interpreter is ending, and starts no thread any more
@@ -201,8 +203,8 @@ def _running() -> int:
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    """This process's threads, which begin when they are first needed."""
+def _pool(cores: frozenset[int]) -> ThreadPoolExecutor:
+    """This process's threads for callers on these cores, which they inherit; they begin when they are first needed."""
     return ThreadPoolExecutor(_MOST_THREADS, "arena-copy")
 
 

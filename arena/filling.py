@@ -150,8 +150,8 @@ class Fill:
         look_ns = began_ns + _LOOK_NS
         while True:
             now_ns = _monotonic_ns()
-            # Asleep and not yielding: the writer copies with as many threads as there are cores, and whoever yields to
-            # one of those has to wait for the end of its turn, milliseconds later.
+            # Asleep and not yielding: the writer may copy with as many threads as there are cores, and whoever yields
+            # to one of those has to wait for the end of its turn, milliseconds later.
             nap_ns = min(max((now_ns - began_ns) // _SHARE_OF_AGE, _FIRST_SLEEP_NS), _LAST_SLEEP_NS)
             time.sleep(nap_ns / 1e9)
             end = None

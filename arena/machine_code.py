@@ -60,7 +60,9 @@ def executable(code: bytes) -> int:
         raise _refused("a page", ctypes.get_errno())
     ctypes.memmove(address, code, len(code))
     if libc.mprotect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC):
-        raise _refused("mprotect(PROT_EXEC)", ctypes.get_errno())
+        error = ctypes.get_errno()
+        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
+        raise _refused("mprotect(PROT_EXEC)", error)
     return int(address)
 
 

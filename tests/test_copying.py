@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
@@ -178,6 +179,56 @@ def test_once_it_has_raised_nobody_copies(monkeypatch, nth):
     assert (slow.begun, pair.came) == (begun, came)
 
 
+def test_a_second_interrupt_waits_for_the_pieces_under_way(monkeypatch):
+    monkeypatch.setattr(copying, "_cores", lambda: 8)
+    slow = Slow(monkeypatch)
+    pair = Pair(20 * SIZE)
+    left = [5]
+
+    def nap(seconds: float) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            slow.go.release(100)
+        if left[0] >= 0:
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+    def reached(there: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copying, "time", types.SimpleNamespace(sleep=nap))
+    slow.go.release(1)
+    with pytest.raises(KeyboardInterrupt):
+        copying.copy_in_order(pair.to, pair.at, SIZE * 20, reached)
+    assert left[0] <= 0
+    begun, came = slow.begun, pair.came
+    assert slow.ended == begun < 20
+    time.sleep(0.05)
+    assert (slow.begun, pair.came) == (begun, came)
+
+
+def test_a_pool_whose_thread_an_interrupt_left_half_started_is_given_up(monkeypatch):
+    ended: list[bool] = []
+
+    class Torn:
+        def submit(self, _: Any) -> None:
+            raise KeyboardInterrupt
+
+        def shutdown(self, *, wait: bool) -> None:
+            ended.append(wait)
+
+    pools = iter([Torn()])
+    real = copying._pool
+    real.cache_clear()
+    monkeypatch.setattr(copying, "_cores", lambda: 8)
+    monkeypatch.setattr(copying, "ThreadPoolExecutor", lambda *_: next(pools))
+    pair = Pair(7 * SIZE)
+    with pytest.raises(KeyboardInterrupt):
+        copying.copy(pair.to, pair.at, pair.nbytes)
+    assert ended == [False]
+    assert real.cache_info().currsize == 0
+
+
 def test_an_error_of_a_helper_is_the_caller_s(monkeypatch):
     monkeypatch.setattr(copying, "_cores", lambda: 8)
 
@@ -197,7 +248,7 @@ def test_an_interpreter_that_starts_no_threads_copies_all_the_same(cores, monkey
         def submit(self, _: Any) -> None:
             raise RuntimeError("cannot schedule new futures after shutdown")
 
-    monkeypatch.setattr(copying, "_pool", Ending)
+    monkeypatch.setattr(copying, "_pool", lambda cores: Ending())
     pair = Pair(7 * SIZE)
     copying.copy(pair.to, pair.at, pair.nbytes)
     assert pair.came == pair.sent

@@ -35,11 +35,12 @@ def message(number: int) -> dict[str, Any]:
 
 def attach(here: Here, rank: int, handle: Any) -> None:
     """Become a reader that has a device."""
-    from arena import copying, filling, shard
+    from arena import codec, copying, filling, shard
     from arena.device.cpu.copies import CpuStream
 
     shard.SHARDED_BYTES = filling.STREAMED_BYTES = NBYTES  # type: ignore[misc]
     copying.PIECE_BYTES = 64 * KIB  # type: ignore[misc]
+    codec._PARALLEL_COPY_BYTES = 0  # type: ignore[misc]
     here.stream = CpuStream()
     here.reader = MessageQueue.create_from_handle(handle, rank)
 
@@ -134,6 +135,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arena.filling.STREAMED_BYTES", NBYTES)
     monkeypatch.setattr("arena.copying.PIECE_BYTES", 64 * KIB)
+    monkeypatch.setattr("arena.codec._PARALLEL_COPY_BYTES", 0)
 
 
 @pytest.mark.parametrize("with_what", ["arena", "torch"])

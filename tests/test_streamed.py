@@ -37,6 +37,7 @@ def small_sizes() -> None:
     """Half a MiB is streamed, in small chunks."""
     filling.STREAMED_BYTES = NBYTES  # type: ignore[misc]
     copying.PIECE_BYTES = 64 * KIB  # type: ignore[misc]
+    codec._PARALLEL_COPY_BYTES = 0  # type: ignore[misc]
     copying.is_better = lambda threads: True
 
 
@@ -44,6 +45,7 @@ def small_sizes() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "STREAMED_BYTES", NBYTES)
     monkeypatch.setattr(copying, "PIECE_BYTES", 64 * KIB)
+    monkeypatch.setattr(codec, "_PARALLEL_COPY_BYTES", 0)
     monkeypatch.setattr(copying, "is_better", lambda threads: True)
 
 

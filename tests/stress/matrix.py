@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from arena import MessageQueue, QueueConfig, copying, filling
+from arena import MessageQueue, QueueConfig, codec, copying, filling
 from arena.device.cpu.copies import CpuStream
 from arena.errors import ArenaError, NoReader, PeerDied, QueueClosed, QueueTimeout
 from arena.probe import collect_garbage
@@ -47,6 +47,7 @@ def stream_small(here: Here) -> None:
     """72 kB are streamed, in pieces of 16; what is taken is followed to a device."""
     filling.STREAMED_BYTES = 1 << 16  # type: ignore[misc]
     copying.PIECE_BYTES = 1 << 14  # type: ignore[misc]
+    codec._PARALLEL_COPY_BYTES = 0  # type: ignore[misc]
     copying.is_better = lambda threads: True
     here.stream = here.follows = CpuStream()
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from arena import MessageQueue, QueueConfig, copying, filling
+from arena import MessageQueue, QueueConfig, codec, copying, filling
 from arena.codec import TensorSource
 from arena.device.cpu.copies import CpuStream
 from arena.errors import QueueTimeout
@@ -53,6 +53,7 @@ def small_sizes() -> None:
     """64 KiB are streamed, in eight pieces."""
     filling.STREAMED_BYTES = BLOCK_BYTES  # type: ignore[misc]
     copying.PIECE_BYTES = 8 << 10  # type: ignore[misc]
+    codec._PARALLEL_COPY_BYTES = 0  # type: ignore[misc]
 
 
 # ── the writer ───────────────────────────────────────────────────────────────────────────────────

@@ -184,7 +184,8 @@ class CudaCopies:
 
 def _copied(source: torch.Tensor, target: torch.Tensor, stream: Any) -> bool:
     """Queue a copy of contiguous bytes by the driver itself: torch's way there is long for a reader that has just woken
-    and has cold caches (250 us of 330, where this takes 70). False where the thread is not at home on the device."""
+    and has cold caches (250 us of 330, where this takes 70). False where the thread is on another device, or where the
+    driver refuses: torch's way tells why, then."""
     if current_device() != stream.device_index or not (source.is_contiguous() and target.is_contiguous()):
         return False
     try:
