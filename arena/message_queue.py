@@ -436,7 +436,7 @@ class MessageQueue:
             self._state = move(self._state, "close")
             self._attention = True  # the next call must be refused
             self._release_everything()
-            _kept.pop(id(self), None)
+            self._forget_parts()
 
     def _refuse_use(self) -> None:
         """Raise if this endpoint can't be used now. Called with the lock held."""
@@ -508,6 +508,9 @@ class MessageQueue:
         Python takes garbage in circles apart in any order, and the memory may be unmapped before its end is dropped.
         """
         _kept[id(self)] = parts
+
+    def _forget_parts(self) -> None:
+        _kept.pop(id(self), None)
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -180,6 +180,7 @@ class Reader(MessageQueue):
     def _give_up(self) -> None:
         """Attaching came to nothing: leave nothing behind."""
         self._state = Endpoint.CLOSED
+        self._forget_parts()
         if self._probe is not None:
             self._probe.unlink()
         self._attachment.close()

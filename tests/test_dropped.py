@@ -150,6 +150,26 @@ def test_nothing_is_said_of_one_that_was_shut_down_or_never_came_to_be():
         gc.collect()
 
 
+def test_an_attach_that_comes_to_nothing_at_its_very_end_keeps_nothing(monkeypatch):
+    from arena import message_queue
+    from arena.reader import Reader
+
+    def interrupted(self: Reader) -> bool:
+        raise KeyboardInterrupt
+
+    queue: Any = MessageQueue(1, config=QueueConfig(**SMALL))
+    with queue:
+        kept = set(message_queue._kept)
+        monkeypatch.setattr(Reader, "_take_place", interrupted)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(KeyboardInterrupt):
+                MessageQueue.create_from_handle(queue.export_handle(), 0)
+            gc.collect()
+        assert set(message_queue._kept) == kept
+    assert not set(message_queue._kept) & kept
+
+
 def test_a_forked_child_drops_its_copies_in_silence_and_the_parent_s_go_on():
     queue, [reader] = make()
     with queue, reader:
